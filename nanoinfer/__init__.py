@@ -1,0 +1,32 @@
+"""nanoinfer: LLM inference from first principles, small enough to read.
+
+Importing this package is quick and brings no torch: the names below are loaded when
+they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from nanoinfer.engines.engine import Engine as Engine
+    from nanoinfer.engines.load import load as load
+    from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.sampling import SamplingParams as SamplingParams
+
+_HOMES = {
+    "load": "nanoinfer.engines.load",
+    "Engine": "nanoinfer.engines.engine",
+    "SamplingParams": "nanoinfer.sampling",
+    "NanoinferError": "nanoinfer.errors",
+}
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nanoinfer' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

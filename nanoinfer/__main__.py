@@ -1,0 +1,7 @@
+"""``python -m nanoinfer`` is the command ``nanoinfer``, also where no script was put on the PATH."""
+
+from __future__ import annotations
+
+from nanoinfer.cli import main
+
+main()

@@ -1,0 +1,45 @@
+"""The simplest KV cache: one block of memory, allocated once, filled from the left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanoinfer.errors import RequestError
+from nanoinfer.models.config import ModelConfig
+
+
+class ContiguousCache:
+    """Keys and values of one batch, ``[L, B, n_kv, S, d_h]`` each.
+
+    All rows share one length: row ``b``'s token at slot ``s`` was written in the
+    same forward pass as every other row's. Rows of unlike lengths are therefore
+    padded on the left, and the mask hides the padding.
+    """
+
+    def __init__(
+        self, config: ModelConfig, batch: int, capacity: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.d_head)
+        # Zeros, not empty: a masked slot still meets a product, and 0 * NaN is NaN.
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.capacity, self.length = capacity, 0
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ``[B, n_kv, T, d_h]`` behind what is there; return all of this layer, ``[B, n_kv, S, d_h]``."""
+        end = self.length + k.shape[2]
+        if end > self.capacity:
+            raise RequestError(f"KV cache holds {self.capacity} tokens a row and cannot take {end}")
+        self.k[layer, :, :, self.length : end] = k
+        self.v[layer, :, :, self.length : end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+    def advance(self, n_tokens: int) -> None:
+        """Move the end forward once every layer has written."""
+        self.length += n_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: ``2 * L * B * n_kv * S * d_h * bytes per element``."""
+        return self.k.nbytes + self.v.nbytes

@@ -1,0 +1,39 @@
+"""From names to a ready engine."""
+
+from __future__ import annotations
+
+from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.engine import Engine
+from nanoinfer.engines.naive import NaiveEngine
+from nanoinfer.errors import RequestError, nearest
+from nanoinfer.models.registry import LoadedModel, load_model
+
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (NaiveEngine, CachedEngine)}
+
+
+def load(
+    model: str | LoadedModel = "smollm2-135m",
+    engine: str = "cached",
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Engine:
+    """Load a model and give it an engine.
+
+    Args:
+        model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
+            model that is loaded already, which is then shared (device, dtype and seed are its own).
+        engine: ``naive`` or ``cached``.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        seed: of the weights, for ``random:`` models.
+
+    Raises:
+        NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
+    """
+    if engine not in ENGINES:
+        raise RequestError(f"unknown engine '{engine}'; {nearest(engine, ENGINES)}")
+    if isinstance(model, str):
+        model = load_model(model, device=device, dtype=dtype, seed=seed)
+    return ENGINES[engine](model)

@@ -1,0 +1,150 @@
+"""One request: what was asked, what has been generated, when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nanoinfer.errors import RequestError
+from nanoinfer.measure.trace import Trace
+from nanoinfer.sampling import SamplerState, SamplingParams
+from nanoinfer.stopping import StopChecker
+from nanoinfer.tokenizer import Detokenizer, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The model's own log-probability of a chosen token, and of the best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token came, or a request ended, or both.
+
+    ``text`` is what may be shown now; it can be empty (half a character, a possible stop
+    string) and can hold text of earlier tokens. ``time`` is monotonic, in seconds.
+    """
+
+    request: int
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None
+    time: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. ``token_ids`` holds every generated token, the end-of-sequence id included."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_ids: list[int]
+    trace: Trace
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass
+class Request:
+    """The state of one request while an engine works on it."""
+
+    index: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    context: int
+    trace: Trace
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    sampler: SamplerState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampler = SamplerState(self.params, self.prompt_ids)
+        self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
+        self._stopper = StopChecker(self.params.stop)
+        ends = set(self.params.stop_ids)
+        self._end_ids = ends if self.params.ignore_eos else ends | self.eos_ids
+
+    @property
+    def generated(self) -> list[int]:
+        """Ids generated so far."""
+        return self.sampler.generated
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and generated ids."""
+        return [*self.prompt_ids, *self.generated]
+
+    @property
+    def length(self) -> int:
+        """Tokens in ``ids``."""
+        return len(self.prompt_ids) + len(self.generated)
+
+    @property
+    def limit(self) -> int:
+        """Most tokens this request can generate, given its settings and the context."""
+        if self.params.on_full == "crop":
+            return self.params.max_tokens
+        return min(self.params.max_tokens, self.context - len(self.prompt_ids))
+
+    def accept(self, token_id: int, now: float) -> Event:
+        """Take one sampled token: note its time, make its text, decide whether the request ends."""
+        self.generated.append(token_id)
+        self.trace.token(now)
+        ended = token_id in self._end_ids
+        delta = "" if ended or self._detokenizer is None else self._stopper.push(self._detokenizer.push(token_id))
+        if ended or self._stopper.hit:
+            return self._finish("stop", token_id, delta, now)
+        if len(self.generated) >= self.limit:
+            return self._finish("length", token_id, delta, now)
+        self.text += delta
+        return Event(self.index, token_id, delta, None, now)
+
+    def finish_empty(self, now: float) -> Event:
+        """End a request that asked for no token at all."""
+        return self._finish("length", None, "", now)
+
+    def _finish(self, reason: FinishReason, token_id: int | None, delta: str, now: float) -> Event:
+        if self._detokenizer is not None:
+            delta += self._stopper.push(self._detokenizer.finish()) + self._stopper.finish()
+        self.text += delta
+        # What was held back may have turned out to be a stop string after all.
+        self.finish_reason = "stop" if self._stopper.hit else reason
+        self.trace.t_end = now
+        return Event(self.index, token_id, delta, self.finish_reason, now)
+
+    def completion(self) -> Completion:
+        """The result, once ``finish_reason`` is set."""
+        if self.finish_reason is None:
+            raise RuntimeError(f"request {self.index} has not finished")
+        logprobs = None if self.params.logprobs is None else self.logprobs
+        return Completion(
+            self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logprobs
+        )
+
+
+def check_prompt(ids: Sequence[int], params: SamplingParams, context: int, vocab_size: int) -> None:
+    """Refuse, before any work, a prompt that cannot be served.
+
+    Raises:
+        RequestError: an empty prompt, an id outside the vocabulary, or no room in the context.
+    """
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    if (low := min(ids)) < 0 or max(ids) >= vocab_size:
+        raise RequestError(f"prompt id {low if low < 0 else max(ids)} is outside the vocabulary (0 to {vocab_size - 1})")
+    room = context - len(ids)
+    if room < 0 or (room == 0 and params.max_tokens and params.on_full == "stop"):
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and the model's context is {context}: "
+            f"shorten it to {context - 1} tokens or fewer"
+        )

@@ -1,0 +1,47 @@
+"""Errors a user can act on.
+
+Every error that is the user's to mend derives from :class:`NanoinferError`: one
+line that names the thing and the way out. The command line prints that line and
+exits with 1; a traceback is left for our own mistakes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NanoinferError(Exception):
+    """A mistake in what was asked for, or something missing on this machine."""
+
+
+class ModelError(NanoinferError):
+    """A model that is unknown, absent, damaged or of a family we do not read."""
+
+
+class TokenizerError(NanoinferError):
+    """A tokenizer that is missing, or a text it cannot encode."""
+
+
+class RequestError(NanoinferError):
+    """A prompt or a setting that no engine can serve."""
+
+
+class DeviceError(NanoinferError):
+    """A device or dtype that this machine does not have."""
+
+
+class ChapterError(NanoinferError):
+    """A chapter that is unknown, failed, missing or stale."""
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
+    """Say which known names lie near a misspelt one: ``did you mean 'a' or 'b'?``.
+
+    Falls back to listing all known names where none is near.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
+    return "known: " + ", ".join(names)

@@ -1,0 +1,66 @@
+"""The trace: the one record that every engine, server and simulation leaves.
+
+Only times and counts are stored. Every metric (time to first token, goodput,
+price) is derived from these records by :mod:`nanoinfer.measure.metrics`, so a
+run saved today can be scored again tomorrow under another definition.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nanoinfer.errors import NanoinferError
+
+Status = Literal["ok", "error", "timeout", "cancelled", "rejected"]
+
+
+@dataclass
+class Trace:
+    """One request's life, in seconds of a monotonic clock.
+
+    ``chunks`` holds ``(t, n)``: ``n`` output tokens became visible at time ``t``.
+    A chunk with ``n == 0`` (a role, a usage frame) is no token.
+    """
+
+    t_scheduled: float
+    t_sent: float
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    t_end: float | None = None
+    status: Status = "ok"
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def token(self, t: float, n: int = 1) -> None:
+        """Note that ``n`` tokens arrived at time ``t``."""
+        self.chunks.append((t, n))
+        self.output_tokens += n
+
+    @property
+    def token_chunks(self) -> list[tuple[float, int]]:
+        """The chunks that hold at least one token."""
+        return [(t, n) for t, n in self.chunks if n > 0]
+
+
+def save_traces(path: Path, traces: Iterable[Trace]) -> None:
+    """Write one JSON object a line; the file appears whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as out:
+        for trace in traces:
+            out.write(json.dumps(asdict(trace)) + "\n")
+    part.replace(path)
+
+
+def load_traces(path: Path) -> Iterator[Trace]:
+    """Read what :func:`save_traces` wrote. Raises :class:`NanoinferError` naming the bad line."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                data: dict[str, Any] = json.loads(line)
+                data["chunks"] = [(float(t), int(n)) for t, n in data["chunks"]]
+                yield Trace(**data)
+            except (ValueError, TypeError, KeyError) as error:
+                raise NanoinferError(f"{path}, line {number}: not a trace record ({error})") from None

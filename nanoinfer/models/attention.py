@@ -1,0 +1,61 @@
+"""One attention that every cache serves.
+
+Queries come from the new tokens; keys and values from whatever the cache says is
+visible, or from the new tokens alone when there is no cache. Nothing here knows
+which cache that is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class KVCache(Protocol):
+    """What a model asks of a cache. One object holds all layers of one batch."""
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values ``[B, n_kv, T, d_h]``; return all visible ones ``[B, n_kv, S, d_h]``."""
+
+    def advance(self, n_tokens: int) -> None:
+        """Note that every layer has stored ``n_tokens`` more; called once a forward pass."""
+
+
+def causal_mask(n_new: int, n_visible: int, device: torch.device) -> Tensor:
+    """Which of ``S`` visible tokens each of ``T`` new ones may see, ``[T, S]`` bool.
+
+    The new tokens are the *last* ``T`` of the ``S``. PyTorch's ``is_causal`` aligns the
+    triangle to the top left, which is wrong as soon as ``S > T``.
+    """
+    ones = torch.ones(n_new, n_visible, dtype=torch.bool, device=device)
+    return ones.tril(diagonal=n_visible - n_new)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention of new tokens over visible ones.
+
+    Args:
+        q: ``[B, n_q, T, d_h]``.
+        k, v: ``[B, n_kv, S, d_h]`` with ``n_q`` a multiple of ``n_kv`` and ``S >= T``.
+        mask: ``[B, 1, T, S]`` bool, true where a token may look; None means causal, no padding.
+
+    Returns:
+        ``[B, T, n_q * d_h]``.
+    """
+    batch, n_q, n_new, d_head = q.shape
+    n_kv, n_visible = k.shape[1], k.shape[2]
+    group = n_q // n_kv
+    is_causal = mask is None and n_new > 1 and n_new == n_visible
+    if mask is None and n_new > 1 and not is_causal:
+        mask = causal_mask(n_new, n_visible, q.device)
+    if n_new == 1:
+        # Grouped queries share their keys: make the group the "time" axis, and copy nothing.
+        out = F.scaled_dot_product_attention(q.view(batch, n_kv, group, d_head), k, v, attn_mask=mask)
+        return out.reshape(batch, 1, n_q * d_head)
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    return out.transpose(1, 2).reshape(batch, n_new, n_q * d_head)

@@ -1,0 +1,91 @@
+"""GPT-2: learned positions, layer norm before each block, tanh-GELU, a tied head.
+
+The module names are those of the published checkpoints, so that loading is a
+matter of copying tensors and not of translating names.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.models.attention import KVCache, attend
+from nanoinfer.models.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one fused projection for q, k and v."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.n_heads, self.d_head = layer, config.n_heads, config.d_head
+        self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)
+        self.c_proj = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        batch, n_new, _ = x.shape  # [B, T, d]
+        qkv = self.c_attn(x).view(batch, n_new, 3, self.n_heads, self.d_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, n_q, T, d_h]
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)  # each [B, n_q, S, d_h]
+        return self.c_proj(attend(q, k, v, mask))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Two products with a tanh-GELU between: d -> f -> d."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.d_model, config.d_ff)
+        self.c_proj = nn.Linear(config.d_ff, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Norm, attention, add; norm, MLP, add."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, mask)
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class GPT2(nn.Module):
+    """The whole decoder: token ids in, logits out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        self.wpe = nn.Embedding(config.context, config.d_model)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits ``[B, T, V]`` (``[B, 1, V]`` with ``last_only``) of ids ``[B, T]`` at positions ``[B, T]``.
+
+        See :class:`nanoinfer.models.model.Model` for the arguments.
+        """
+        x = self.wte(ids) + self.wpe(positions)  # [B, T, d]
+        for block in self.h:
+            x = block(x, cache, mask)
+        if cache is not None:
+            cache.advance(ids.shape[1])
+        x = self.ln_f(x[:, -1:] if last_only else x)
+        return F.linear(x, self.wte.weight if self.lm_head is None else self.lm_head.weight)

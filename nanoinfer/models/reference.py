@@ -1,0 +1,104 @@
+"""The same weights in Hugging Face transformers: an outside reference for what is right.
+
+transformers is not a dependency of the library; the book, the tests and the benchmarks
+use it to hold our models to an implementation that is not ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.errors import ModelError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.registry import LoadedModel
+
+#: GPT-2's products are stored the other way round there, ``[in, out]``.
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def hf_config(config: ModelConfig) -> Any:
+    """The transformers config of the same shape. Raises :class:`ModelError` without transformers."""
+    try:
+        from transformers import GPT2Config, LlamaConfig
+    except ImportError:
+        raise ModelError("transformers is not installed here; install it with: pip install transformers") from None
+    if config.family == "gpt2":
+        return GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.context,
+            n_embd=config.d_model,
+            n_layer=config.n_layers,
+            n_head=config.n_heads,
+            n_inner=config.d_ff,
+            layer_norm_epsilon=config.norm_eps,
+            tie_word_embeddings=config.tied,
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling := config.rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        intermediate_size=config.d_ff,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        head_dim=config.d_head,
+        max_position_embeddings=config.context,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tied,
+        rope_parameters=rope,
+    )
+
+
+def to_transformers(loaded: LoadedModel) -> Any:
+    """A transformers model with the very tensors of ``loaded`` (shared, but for GPT-2's transposed ones)."""
+    config = hf_config(loaded.model.config)
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+    ours: nn.Module = loaded.model
+    gpt2 = loaded.model.config.family == "gpt2"
+    state: dict[str, Tensor] = {}
+    for name, tensor in ours.state_dict().items():
+        if name.startswith("lm_head"):
+            state[name] = tensor
+        elif gpt2:
+            state[f"transformer.{name}"] = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
+        else:
+            state[f"model.{name}"] = tensor
+    head = "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"
+    state.setdefault("lm_head.weight", state[head])
+    dtype = state[head].dtype
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:  # transformers builds in the default dtype; its rotary tables stay fp32 all the same
+        theirs = (GPT2LMHeadModel if gpt2 else LlamaForCausalLM)(config)
+    finally:
+        torch.set_default_dtype(before)
+    theirs.load_state_dict(state, assign=True)
+    theirs.tie_weights()
+    return theirs.to(state[head].device).eval().requires_grad_(False)
+
+
+def transformers_greedy(theirs: Any, prompt_ids: list[int], count: int) -> list[int]:
+    """``count`` greedy tokens of transformers' own ``generate``, end-of-sequence ignored."""
+    ids = torch.tensor([prompt_ids], device=theirs.device)
+    out = theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(i) for i in out[0, len(prompt_ids) :]]

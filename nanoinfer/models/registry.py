@@ -1,0 +1,220 @@
+"""One door to every model: a name in, a model ready to run out.
+
+A name is looked up in this order: ``random:SHAPE``, the names we know, a
+``.gguf`` file or a folder on this machine, a hub id ``owner/name``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.errors import DeviceError, ModelError, TokenizerError, nearest
+from nanoinfer.models import fetch
+from nanoinfer.models.config import SHAPES, ModelConfig, from_hf
+from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import build, n_parameters
+from nanoinfer.models.weights import assemble, load_folder, random_state
+from nanoinfer.tokenizer import Tokenizer, gguf_eos_ids
+from nanoinfer.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
+
+DEFAULT = "smollm2-135m"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: The book's spine on the hub, each at a commit, so that a run can be repeated.
+HUB: Mapping[str, tuple[str, str]] = {
+    "gpt2": ("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
+    "gpt2-medium": ("openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
+    "gpt2-large": ("openai-community/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519"),
+    "gpt2-xl": ("openai-community/gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2"),
+}
+GPT2_END = 50_256  # <|endoftext|>, GPT-2's only special token
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode on its device, with what belongs to it.
+
+    Attributes:
+        name: as it was asked for.
+        model: maps ids to logits; ``model.config`` is its shape.
+        tokenizer: None where there is none: prompts are then token ids.
+        eos_ids: every id that ends a sequence.
+        source: what was loaded from where, for provenance.
+    """
+
+    name: str
+    model: GPT2 | Llama
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    source: str
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """One row of ``nanoinfer models``."""
+
+    name: str
+    family: str
+    parameters: int
+    on_disk: bool
+    how: str
+
+
+def known_models() -> list[KnownModel]:
+    """Every name that can be loaded without knowing a path, and whether its files are here already."""
+
+    def row(name: str, shape: str, on_disk: bool, how: str) -> KnownModel:
+        with torch.device("meta"):
+            parameters = n_parameters(build(SHAPES[shape]))
+        return KnownModel(name, SHAPES[shape].family, parameters, on_disk, how)
+
+    package = fetch.SMOLLM2.requirement
+    rows = [row(DEFAULT, DEFAULT, fetch.SMOLLM2.present, f"out of the Python package {package}")]
+    rows += [
+        row(name, name, fetch.hub_folder(*place) is not None, f"from the hub: {place[0]}")
+        for name, place in HUB.items()
+    ]
+    return rows + [row(f"random:{name}", name, True, "random weights from a seed, at true shape") for name in SHAPES]
+
+
+def check_device(device: str) -> torch.device:
+    """The device, if this machine has it. Raises :class:`DeviceError`."""
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+        raise DeviceError(f"unknown device '{device}'; {nearest(device, ['cpu', 'cuda', 'cuda:1', 'mps'])}")
+    found = torch.device(device)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise DeviceError("device 'cuda' is not there: no CUDA GPU, or a torch without CUDA; use device 'cpu'")
+        if (found.index or 0) >= count:
+            raise DeviceError(f"device '{device}' is not there: this machine has cuda:0 to cuda:{count - 1}")
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError("device 'mps' is not there: it needs a Mac with Apple silicon; use device 'cpu'")
+    return found
+
+
+def check_dtype(device: str, dtype: str) -> torch.dtype:
+    """The dtype, if the device can multiply in it. Raises :class:`DeviceError`."""
+    if dtype not in DTYPES:
+        raise DeviceError(f"unknown dtype '{dtype}'; {nearest(dtype, DTYPES)}")
+    try:
+        probe = torch.ones(2, 2, dtype=DTYPES[dtype], device=check_device(device))
+        (probe @ probe).sum().item()
+    except RuntimeError as error:
+        raise DeviceError(f"device '{device}' cannot compute in {dtype} ({str(error).splitlines()[0]})") from None
+    return DTYPES[dtype]
+
+
+def load_model(name: str, *, device: str = "cpu", dtype: str = "float32", seed: int = 0) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: ``smollm2-135m``, ``gpt2`` to ``gpt2-xl``, ``random:SHAPE``, a folder with config.json and
+            safetensors, a ``.gguf`` file, or a hub id ``owner/name``.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        seed: of the weights of ``random:`` models; others do not use it.
+
+    Raises:
+        NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
+    """
+    place, kind = check_device(device), check_dtype(device, dtype)
+    if name.startswith("random:"):
+        return _random(name, place, kind, seed)
+    if name == DEFAULT:
+        source = f"{fetch.SMOLLM2.requirement}, sha256 {fetch.SMOLLM2.sha256}"
+        return _gguf(name, fetch.fetch(fetch.SMOLLM2), place, kind, source)
+    if name in HUB:
+        repo, revision = HUB[name]
+        return _hub(name, repo, revision, place, kind)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return _folder(name, path, place, kind, f"folder {path}")
+    if name.endswith(".gguf") or path.is_file():
+        if not path.is_file():
+            raise ModelError(f"{path}: no such file")
+        return _gguf(name, path, place, kind, f"file {path}")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        return _hub(name, name, "main", place, kind)
+    known = [DEFAULT, *HUB, *(f"random:{shape}" for shape in SHAPES)]
+    raise ModelError(f"unknown model '{name}' (nor is it a folder, a .gguf file or a hub id); {nearest(name, known)}")
+
+
+def _hub(name: str, repo: str, revision: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    folder = fetch.fetch_hub(repo, revision)
+    return _folder(name, folder, device, dtype, f"hub {repo} at {folder.name}")
+
+
+def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
+    config = from_hf(_read_config(folder / "config.json"), str(folder / "config.json"))
+    tokenizer = _if_supported(lambda: Tokenizer.from_folder(folder))
+    model = assemble(config, load_folder(folder, config, dtype), device)
+    eos_ids = eos_ids_of_folder(folder) if tokenizer is None else tokenizer.eos_ids
+    return LoadedModel(name, model, tokenizer, eos_ids, source)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"{path}: missing; a model folder holds config.json beside its safetensors")
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: damaged ({error}); fetch or copy the file again") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: not a model's config.json; fetch or copy the file again")
+    return data
+
+
+def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
+    gguf = read_gguf(path)
+    tokenizer = _if_supported(lambda: Tokenizer.from_gguf(gguf.meta, path.name))
+    model = assemble(gguf.config, load_gguf(gguf, dtype, fetch.cache_dir()), device)
+    if (frequencies := inv_freq(gguf)) is not None and isinstance(model, Llama):
+        model.set_inv_freq(frequencies.to(device))
+    eos_ids = gguf_eos_ids(gguf.meta) if tokenizer is None else tokenizer.eos_ids
+    return LoadedModel(name, model, tokenizer, eos_ids, source)
+
+
+def _if_supported(read: Callable[[], Tokenizer | None]) -> Tokenizer | None:
+    """The tokenizer, or None with a warning where it is one that we cannot run exactly. Damage stays an error."""
+    try:
+        return read()
+    except UnsupportedTokenizer as error:
+        warnings.warn(f"no tokenizer: {error}", stacklevel=4)
+        return None
+
+
+def _random(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> LoadedModel:
+    shape = name.removeprefix("random:")
+    if shape not in SHAPES:
+        raise ModelError(f"unknown shape '{shape}' in '{name}'; {nearest(shape, SHAPES)}")
+    config = SHAPES[shape]
+    model = assemble(config, random_state(config, dtype, seed, device), device)
+    tokenizer = _random_tokenizer(shape, config)
+    eos_ids = frozenset[int]() if tokenizer is None else tokenizer.eos_ids
+    return LoadedModel(name, model, tokenizer, eos_ids, f"random weights, seed {seed}")
+
+
+def _random_tokenizer(shape: str, config: ModelConfig) -> Tokenizer | None:
+    """The vocabulary that a shape's real model has, if it can be had; token ids do without."""
+    if config.vocab_size == 256:
+        return Tokenizer.byte_level()
+    if shape == DEFAULT and fetch.SMOLLM2.present:
+        return Tokenizer.from_gguf(read_gguf(fetch.SMOLLM2.path).meta, fetch.SMOLLM2.path.name)
+    if shape in HUB:
+        try:
+            ranks = fetch.fetch(fetch.GPT2_RANKS, attempts=1)
+            end = {"<|endoftext|>": GPT2_END}
+            return Tokenizer.from_tiktoken(ranks, specials=end, bos_id=GPT2_END, eos_ids=[GPT2_END], name="gpt2")
+        except (ModelError, TokenizerError) as error:
+            warnings.warn(f"no GPT-2 tokenizer, prompts are token ids only: {error}", stacklevel=4)
+    return None

@@ -1,0 +1,125 @@
+"""HTML that a notebook displays and a page keeps: the bundle, its style sheet, and tables.
+
+A screen reader needs a caption and header cells; a phone needs a wide table to scroll
+in its own box; a dark page needs colours that it can read. All three are settled here
+once, so that no chapter writes HTML.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+# Each output carries its own few rules: JupyterLab loads no style sheet of the book's.
+# The theme paints a light panel behind HTML outputs and images in the dark and hides a caption that
+# follows a hidden image; the rules for [data-theme=dark] undo the panel for our outputs only.
+STYLE = (
+    "<style>"
+    ".ni figure{margin:1rem 0}.ni img{max-width:100%;height:auto}"
+    ".ni figcaption,.ni caption{color:inherit!important;font:inherit!important;text-align:left!important}"
+    ".ni summary{cursor:pointer}.ni-scroll{overflow-x:auto}"
+    ".ni table{border-collapse:collapse;margin:.5rem 0}.ni caption{caption-side:top}"
+    ".ni th,.ni td{padding:.25rem .7rem;border:0;border-bottom:1px solid #808080;"
+    "text-align:left;color:inherit;background:none}"
+    ".ni .ni-num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
+    "html[data-theme=dark] .ni .only-dark,body[data-jp-theme-light=false] .ni .only-dark{display:block!important}"
+    "html[data-theme=dark] .ni .only-light,body[data-jp-theme-light=false] .ni .only-light{display:none!important}"
+    "html[data-theme=dark] .bd-content div.cell_output .text_html:has(.ni)"
+    "{background:none!important;color:inherit!important;padding:0!important}"
+    "html[data-theme=dark] .bd-content div.cell_output .ni img{background:none!important;padding:0!important}"
+    "</style>"
+)
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Html:
+    """One displayed thing: its HTML (style sheet apart) and the plain text that says the same.
+
+    A notebook shows it when it is a cell's last expression, and in no other way.
+    """
+
+    body: str
+    text: str
+
+    @property
+    def html(self) -> str:
+        """The HTML with its style sheet, complete in itself."""
+        return f'{STYLE}<div class="ni">{self.body}</div>'
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/html": self.html, "text/plain": self.text}
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Write a number to ``digits`` significant digits, never cutting whole digits off: ``12,346``, ``0.0123``.
+
+    Whole numbers (``int``) are written in full.
+    """
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits - 1}e}")
+    exponent = math.floor(math.log10(abs(rounded)))
+    if not -6 <= exponent < 15:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> Html:
+    """An accessible table: a caption, header cells with a scope, numbers to the right.
+
+    Args:
+        header: one title a column.
+        rows: cells of text or numbers; ``None`` shows as a dash. The first cell heads its row.
+        caption: what the table holds; required, because a screen reader announces it.
+
+    Raises:
+        ValueError: a row's length differs from the header's, or the caption is empty.
+    """
+    if not caption.strip():
+        raise ValueError("a table needs a caption")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(header):
+            raise ValueError(f"row {number} has {len(row)} cells under {len(header)} headings")
+    # A column is numeric when all it holds is numbers and gaps: its heading then stands over them.
+    numeric = [bool(rows) and all(_is_number(row[i]) or row[i] is None for row in rows) for i in range(len(header))]
+    columns = zip(header, numeric, strict=True)
+    head = "".join(f'<th scope="col"{_right(right)}>{escape(title)}</th>' for title, right in columns)
+    body = "".join(f"<tr>{''.join(_cell(cell, i == 0) for i, cell in enumerate(row))}</tr>" for row in rows)
+    html = (
+        f'<div class="ni-scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+    lines = [caption, " | ".join(header), *(" | ".join(_text(cell) for cell in row) for row in rows)]
+    return Html(html, "\n".join(lines))
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return "–"
+    return format_number(cell, 4) if isinstance(cell, (int, float)) and not isinstance(cell, bool) else str(cell)
+
+
+def _right(right: bool) -> str:
+    return ' class="ni-num"' if right else ""
+
+
+def _cell(cell: Cell, first: bool) -> str:
+    tag, scope = ("th", ' scope="row"') if first else ("td", "")
+    return f"<{tag}{scope}{_right(_is_number(cell) or cell is None)}>{escape(_text(cell))}</{tag}>"

@@ -1,0 +1,41 @@
+"""Stop strings: what may be shown now, what must be held back, when to end.
+
+The answer must not depend on how the text was cut into tokens. So a match counts
+only when no stop string that *starts earlier* can still complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopChecker:
+    """Feeds on text deltas of one request and lets through what can no longer be part of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.held = ""
+        self.hit = False
+
+    def push(self, text: str) -> str:
+        """Take a delta; return the text that may be delivered. Sets ``hit`` once a stop string is found."""
+        return self._release(text, final=False)
+
+    def finish(self) -> str:
+        """No more text comes: nothing unfinished can complete. Return what was held, up to a match if any."""
+        return self._release("", final=True)
+
+    def _release(self, text: str, final: bool) -> str:
+        if self.hit:
+            return ""
+        text = self.held + text
+        for start in range(len(text)):
+            if any(text.startswith(stop, start) for stop in self.stops):
+                self.hit, self.held = True, ""
+                return text[:start]
+            rest = text[start:]
+            if not final and any(stop.startswith(rest) for stop in self.stops):
+                self.held = rest
+                return text[:start]
+        self.held = ""
+        return text

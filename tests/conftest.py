@@ -1,0 +1,26 @@
+"""What every test may lean on: no telemetry, no network by accident, and a word about what was left out."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
+MARKERS = ("gpu", "browser", "ray", "network")
+left_out: Counter[str] = Counter()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        left_out.update(marker for marker in MARKERS if item.get_closest_marker(marker))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if left_out:
+        counts = ", ".join(f"{left_out[marker]} {marker}" for marker in MARKERS if left_out[marker])
+        terminalreporter.write_line(f"left out by marker: {counts}")
