@@ -7,9 +7,15 @@ they are first used.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# OpenMP threads spin while they wait for each other. Where another program has one of the cores, GNU's
+# library spins through whole time slices: a decode step of 40 ms took over a second. Spinning for about as
+# long as an operator takes, then sleeping, costs nothing on a quiet machine. Read when torch is first imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from nanoinfer.engines.engine import Engine as Engine

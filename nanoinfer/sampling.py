@@ -60,9 +60,8 @@ class SamplingParams:
     on_full: Literal["stop", "crop"] = "stop"
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop: object = self.stop  # callers pass a single text or a list as well
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         for name in ("max_tokens", "top_k", "seed", "logprobs"):
             value = getattr(self, name)

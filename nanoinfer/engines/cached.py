@@ -14,6 +14,7 @@ from nanoinfer.engines.engine import Engine, Forward
 from nanoinfer.engines.naive import recompute
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.engines.request import Request
+from nanoinfer.models.model import Model
 
 
 class CachedEngine(Engine):
@@ -30,7 +31,8 @@ class CachedBatch:
     """The rows of one batch and their cache."""
 
     def __init__(self, engine: CachedEngine, requests: list[Request]) -> None:
-        self.model, self.config, self.device = engine.model, engine.config, engine.device
+        self.model: Model = engine.model
+        self.config, self.device = engine.config, engine.device
         self.requests = requests
         self.rows = {request.index: row for row, request in enumerate(requests)}
         batch = left_pad([r.prompt_ids for r in requests], self.device)

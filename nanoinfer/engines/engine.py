@@ -7,7 +7,7 @@ and it is :meth:`Generation._run`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -113,7 +113,7 @@ class Generation(Iterator[Event]):
         """Results in the order of the prompts, once the iterator is exhausted."""
         return [request.completion() for request in self.requests]
 
-    def _run(self) -> Iterator[Event]:
+    def _run(self) -> Generator[Event, None, None]:
         """The step loop: logits of the running rows, one token each, their events; until all have ended."""
         try:
             for request in self.requests:

@@ -141,7 +141,9 @@ def check_prompt(ids: Sequence[int], params: SamplingParams, context: int, vocab
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
     if (low := min(ids)) < 0 or max(ids) >= vocab_size:
-        raise RequestError(f"prompt id {low if low < 0 else max(ids)} is outside the vocabulary (0 to {vocab_size - 1})")
+        raise RequestError(
+            f"prompt id {low if low < 0 else max(ids)} is outside the vocabulary (0 to {vocab_size - 1})"
+        )
     room = context - len(ids)
     if room < 0 or (room == 0 and params.max_tokens and params.on_full == "stop"):
         raise RequestError(

@@ -106,7 +106,19 @@ SHAPES: Mapping[str, ModelConfig] = {
         "llama", 16, 2048, 32, 8, 64, 8192, 128_256, 131_072, 1e-5, True, 500_000.0, RopeScaling(32.0, 1.0, 4.0, 8192)
     ),
     "llama-3.1-8b": ModelConfig(
-        "llama", 32, 4096, 32, 8, 128, 14_336, 128_256, 131_072, 1e-5, False, 500_000.0, RopeScaling(8.0, 1.0, 4.0, 8192)
+        "llama",
+        32,
+        4096,
+        32,
+        8,
+        128,
+        14_336,
+        128_256,
+        131_072,
+        1e-5,
+        False,
+        500_000.0,
+        RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
 }
 
@@ -152,7 +164,9 @@ def from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     if kind == "gpt2":
         act = data.get("activation_function", "gelu_new")
         if act not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise ModelError(f"{where}: activation_function '{act}' is not supported (GPT-2 uses tanh-GELU, 'gelu_new')")
+            raise ModelError(
+                f"{where}: activation_function '{act}' is not supported (GPT-2 uses tanh-GELU, 'gelu_new')"
+            )
         d_model, n_heads = int(_need(data, "n_embd", where)), int(_need(data, "n_head", where))
         return ModelConfig(
             family="gpt2",
@@ -204,7 +218,10 @@ def from_gguf(meta: Mapping[str, Any], tied: bool, where: str = "GGUF header") -
         raise ModelError(f"{where}: architecture '{arch}' is not supported in GGUF files (known: llama)")
     if (kind := meta.get("llama.rope.scaling.type", "none")) not in ("none", "", None):
         raise ModelError(f"{where}: rope scaling '{kind}' is not supported")
-    d_model, n_heads = int(_need(meta, "llama.embedding_length", where)), int(_need(meta, "llama.attention.head_count", where))
+    d_model, n_heads = (
+        int(_need(meta, "llama.embedding_length", where)),
+        int(_need(meta, "llama.attention.head_count", where)),
+    )
     vocab = meta.get("llama.vocab_size") or len(meta.get("tokenizer.ggml.tokens", ()))
     return ModelConfig(
         family="llama",

@@ -32,7 +32,10 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair ``(x[i], x[i + d_h/2])`` by its angle. ``x`` is ``[B, n, T, d_h]``, cos and sin ``[B, 1, T, d_h/2]``."""
+    """Turn each pair ``(x[i], x[i + d_h/2])`` by its angle.
+
+    ``x`` is ``[B, n, T, d_h]``, cos and sin are ``[B, 1, T, d_h/2]``.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -67,9 +70,7 @@ class Attention(nn.Module):
         """``[B, T, n * d_h]`` to ``[B, n, T, d_h]``."""
         return x.view(x.shape[0], x.shape[1], -1, self.d_head).transpose(1, 2)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
         q = rotate(self.heads(self.q_proj(x)), *rope)  # [B, n_q, T, d_h]
         k = rotate(self.heads(self.k_proj(x)), *rope)  # [B, n_kv, T, d_h]
         v = self.heads(self.v_proj(x))  # [B, n_kv, T, d_h]
@@ -101,9 +102,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, mask)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 

@@ -81,7 +81,7 @@ def to_transformers(loaded: LoadedModel) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:  # transformers builds in the default dtype; its rotary tables stay fp32 all the same
-        theirs = (GPT2LMHeadModel if gpt2 else LlamaForCausalLM)(config)
+        theirs: Any = (GPT2LMHeadModel if gpt2 else LlamaForCausalLM)(config)
     finally:
         torch.set_default_dtype(before)
     theirs.load_state_dict(state, assign=True)

@@ -69,7 +69,7 @@ def test_default_rope_in_the_new_spelling_keeps_its_theta() -> None:
     "rope", [{"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"rope_parameters": {"rope_type": "longrope"}}]
 )
 def test_unknown_rope_is_refused(rope: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match="rope type '(yarn|longrope)'"):
+    with pytest.raises(ModelError, match=r"rope type '(yarn|longrope)'"):
         from_hf({**LLAMA, **rope})
 
 
