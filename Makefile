@@ -13,7 +13,8 @@ HERE = not gpu and not browser and not ray and not network
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 export DO_NOT_TRACK = 1
-export GOMP_SPINCOUNT = 10000 # see nanoinfer/__init__.py
+# as nanoinfer/__init__.py has it, for kernels that import torch first
+export GOMP_SPINCOUNT = 10000
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 help: ## say what there is

@@ -117,4 +117,5 @@ def test_a_piece_that_drifted_from_the_library_is_named(tmp_path: Path, source: 
 
 
 def test_a_chapter_may_leave_the_docstring_to_its_prose(tmp_path: Path) -> None:
-    assert complaints(tmp_path, tagged(NEAREST.replace("near a misspelt", "next to a misspelt"), "nanoinfer.errors")) == []
+    other = NEAREST.replace("near a misspelt", "next to a misspelt")
+    assert complaints(tmp_path, tagged(other, "nanoinfer.errors")) == []
