@@ -53,8 +53,9 @@ def timed(fn: Callable[[], T], device: str | torch.device = "cpu") -> tuple[T, f
 class CudaTimer:
     """Time on the GPU's own clock, between two CUDA events in the current stream.
 
-    Leaves out the launch from Python, which :func:`timed` includes; the two differ by
-    the overhead. ``with CudaTimer() as timer: ...`` then ``timer.seconds``.
+    Leaves out what Python does before the first event and after the last, which :func:`timed`
+    includes; time in which the GPU waits between two kernels is inside both.
+    ``with CudaTimer() as timer: ...`` then ``timer.seconds``.
     Raises :class:`DeviceError` where there is no CUDA.
     """
 

@@ -6,13 +6,43 @@ from this handful of integers, so :mod:`nanoinfer.theory` needs nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from nanoinfer.errors import ModelError
 
-Family = Literal["gpt2", "llama"]
+Family = Literal[
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+]
+#: What the engines can run; the others can be counted.
+RUNNABLE = ("gpt2", "llama")
+#: Parts of a :class:`ModelConfig` that no engine implements.
+EXTRAS = (
+    "qkv_bias",
+    "out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "norms_per_layer",
+    "sinks",
+    "mla",
+    "moe",
+    "window",
+    "rope_other",
+)
 
 
 @dataclass(frozen=True)
@@ -26,12 +56,85 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MLA:
+    """DeepSeek's multi-head latent attention: keys and values squeezed into one latent vector a token.
+
+    ``kv_lora_rank`` is ``r``, the latent's width, and ``qk_rope_head_dim`` ``d_rope``, the one rotary key
+    that all heads share: the cache holds ``r + d_rope`` numbers per token and layer. ``q_lora_rank`` is None
+    where queries are not squeezed.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("MLA", self, [f.name for f in fields(self) if getattr(self, f.name) is not None])
+
+    @property
+    def d_qk(self) -> int:
+        """Width of one head's query and expanded key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts in place of the feed-forward part, in all layers but ``dense_layers``.
+
+    ``n_experts`` is ``E``, ``top_k`` ``k``, ``d_expert`` the width of one expert, ``d_shared`` the total width
+    of the experts that every token takes. ``router_bias``: the router has a bias (gpt-oss);
+    ``selection_bias``: one number per expert that only steers the choice (DeepSeek-V3).
+    """
+
+    n_experts: int
+    top_k: int
+    d_expert: int
+    d_shared: int = 0
+    dense_layers: tuple[int, ...] = ()
+    router_bias: bool = False
+    selection_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_one("MoE", self, ("n_experts", "top_k", "d_expert"))
+        if self.top_k > self.n_experts:
+            raise ModelError(f"model config: top_k ({self.top_k}) must not exceed n_experts ({self.n_experts})")
+        if self.d_shared < 0:
+            raise ModelError(f"model config: d_shared must not be negative, got {self.d_shared}")
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Attention to the last ``size`` tokens, the current one included, in all layers but ``full_layers``."""
+
+    size: int
+    full_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _at_least_one("sliding window", self, ("size",))
+
+
+def every(n: int, n_layers: int) -> tuple[int, ...]:
+    """Each ``n``-th layer, counted from one: ``every(6, 13)`` is ``(5, 11)``; for ``full_layers`` and the like."""
+    if n < 1:
+        raise ModelError(f"model config: a period of layers must be at least 1, got {n}")
+    return tuple(range(n - 1, n_layers, n))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of one decoder-only transformer.
 
     Symbols as in the book: ``L`` layers, ``d`` model width, ``n_q`` query heads,
     ``n_kv`` key/value heads, ``d_h`` head width, ``f`` feed-forward width, ``V``
     vocabulary, ``context`` the most tokens a sequence may hold.
+
+    What follows ``rope_scaling`` is for models that can be counted but not run: biases of the
+    q, k, v and of the output projection and of the MLP (gpt2 has all of them without saying so);
+    norms of q and k per head or over the full width; norms per layer (gemma: 4); a learned attention
+    sink per head; the parts above; and the name of a rotary scaling that no engine implements.
+    With ``mla``, ``d_head`` is the width of a head's query.
     """
 
     family: Family
@@ -47,17 +150,57 @@ class ModelConfig:
     tied: bool = True
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["head", "width"] | None = None
+    norms_per_layer: int = 2
+    sinks: bool = False
+    mla: MLA | None = None
+    moe: MoE | None = None
+    window: SlidingWindow | None = None
+    rope_other: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "context"):
-            if (value := getattr(self, field)) < 1:
-                raise ModelError(f"model config: {field} must be at least 1, got {value}")
+        sizes = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "context")
+        _at_least_one("model config", self, sizes)
         if self.n_heads % self.n_kv_heads:
             raise ModelError(
                 f"model config: n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})"
             )
         if self.family == "gpt2" and (self.n_heads * self.d_head != self.d_model or self.n_kv_heads != self.n_heads):
             raise ModelError("model config: gpt2 needs n_heads * d_head == d_model and one KV head per query head")
+        if self.family == "gpt2" and any(getattr(self, name) for name in EXTRAS if name != "norms_per_layer"):
+            raise ModelError(f"model config: gpt2 has none of {', '.join(EXTRAS)} to set")
+        if self.mla is not None and (self.d_head != self.mla.d_qk or self.n_kv_heads != self.n_heads):
+            raise ModelError(
+                f"model config: MLA needs d_head == qk_nope_head_dim + qk_rope_head_dim ({self.mla.d_qk}) "
+                "and as many KV heads as query heads"
+            )
+
+    def window_of(self, layer: int) -> int | None:
+        """The most tokens that ``layer`` attends to, or None where it sees all."""
+        return None if self.window is None or layer in self.window.full_layers else self.window.size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether ``layer`` has a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+
+def _at_least_one(what: str, part: object, names: Iterable[str]) -> None:
+    for name in names:
+        if (value := getattr(part, name)) < 1:
+            raise ModelError(f"{what}: {name} must be at least 1, got {value}")
+
+
+def check_runnable(config: ModelConfig, where: str = "this model") -> None:
+    """Raise :class:`ModelError` for a shape that can be counted but that no engine here can run."""
+    odd = [] if config.family in RUNNABLE else [f"family {config.family}"]
+    odd += [f.name for f in fields(config) if f.name in EXTRAS and getattr(config, f.name) != f.default]
+    if odd:
+        raise ModelError(
+            f"{where}: can be counted, not run ({', '.join(odd)}); the engines run gpt2 and llama without extras"
+        )
 
 
 # --- shapes with a name -------------------------------------------------------
@@ -121,119 +264,3 @@ SHAPES: Mapping[str, ModelConfig] = {
         RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
 }
-
-
-# --- reading other people's files ---------------------------------------------
-
-
-def _need(data: Mapping[str, Any], key: str, where: str) -> Any:
-    if data.get(key) is None:
-        raise ModelError(f"{where}: '{key}' is missing; is this a model's config.json?")
-    return data[key]
-
-
-def _rope_from_hf(data: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Find theta and scaling under any of the three spellings in use.
-
-    Older files hold ``rope_theta`` at the top and ``rope_scaling`` with ``type`` or
-    ``rope_type``; transformers 5 writes one ``rope_parameters`` that holds both.
-    """
-    rope: Mapping[str, Any] = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or data.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ModelError(f"{where}: rope type '{kind}' is not supported (known: default, llama3)")
-    scaling = RopeScaling(
-        factor=float(_need(rope, "factor", where)),
-        low_freq_factor=float(_need(rope, "low_freq_factor", where)),
-        high_freq_factor=float(_need(rope, "high_freq_factor", where)),
-        original_context=int(_need(rope, "original_max_position_embeddings", where)),
-    )
-    return theta, scaling
-
-
-def from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Read a Hugging Face ``config.json`` that was parsed to a dict.
-
-    Raises :class:`ModelError` for a family, activation or rope type we do not
-    implement: a wrong formula that runs is worse than a refusal.
-    """
-    kind = _need(data, "model_type", where)
-    if kind == "gpt2":
-        act = data.get("activation_function", "gelu_new")
-        if act not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise ModelError(
-                f"{where}: activation_function '{act}' is not supported (GPT-2 uses tanh-GELU, 'gelu_new')"
-            )
-        d_model, n_heads = int(_need(data, "n_embd", where)), int(_need(data, "n_head", where))
-        return ModelConfig(
-            family="gpt2",
-            n_layers=int(_need(data, "n_layer", where)),
-            d_model=d_model,
-            n_heads=n_heads,
-            n_kv_heads=n_heads,
-            d_head=d_model // n_heads,
-            d_ff=int(data.get("n_inner") or 4 * d_model),
-            vocab_size=int(_need(data, "vocab_size", where)),
-            context=int(data.get("n_positions") or _need(data, "n_ctx", where)),
-            norm_eps=float(data.get("layer_norm_epsilon", 1e-5)),
-            tied=bool(data.get("tie_word_embeddings", True)),
-        )
-    if kind == "llama":
-        act = data.get("hidden_act", "silu")
-        if act != "silu":
-            raise ModelError(f"{where}: hidden_act '{act}' is not supported (Llama uses 'silu')")
-        if data.get("attention_bias") or data.get("mlp_bias"):
-            raise ModelError(f"{where}: biases in attention or MLP are not supported for the llama family")
-        theta, scaling = _rope_from_hf(data, where)
-        d_model, n_heads = int(_need(data, "hidden_size", where)), int(_need(data, "num_attention_heads", where))
-        return ModelConfig(
-            family="llama",
-            n_layers=int(_need(data, "num_hidden_layers", where)),
-            d_model=d_model,
-            n_heads=n_heads,
-            n_kv_heads=int(data.get("num_key_value_heads") or n_heads),
-            d_head=int(data.get("head_dim") or d_model // n_heads),
-            d_ff=int(_need(data, "intermediate_size", where)),
-            vocab_size=int(_need(data, "vocab_size", where)),
-            context=int(data.get("max_position_embeddings", 2048)),
-            norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            tied=bool(data.get("tie_word_embeddings", False)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-        )
-    raise ModelError(f"{where}: model_type '{kind}' is not supported (known: gpt2, llama)")
-
-
-def from_gguf(meta: Mapping[str, Any], tied: bool, where: str = "GGUF header") -> ModelConfig:
-    """Read a GGUF header (key to value). ``tied`` is whether ``output.weight`` is absent.
-
-    Rotary scaling of Llama 3 is not in the header but in the tensor
-    ``rope_freqs.weight``; :mod:`nanoinfer.models.gguf_file` hands it to the model.
-    """
-    arch = _need(meta, "general.architecture", where)
-    if arch != "llama":
-        raise ModelError(f"{where}: architecture '{arch}' is not supported in GGUF files (known: llama)")
-    if (kind := meta.get("llama.rope.scaling.type", "none")) not in ("none", "", None):
-        raise ModelError(f"{where}: rope scaling '{kind}' is not supported")
-    d_model, n_heads = (
-        int(_need(meta, "llama.embedding_length", where)),
-        int(_need(meta, "llama.attention.head_count", where)),
-    )
-    vocab = meta.get("llama.vocab_size") or len(meta.get("tokenizer.ggml.tokens", ()))
-    return ModelConfig(
-        family="llama",
-        n_layers=int(_need(meta, "llama.block_count", where)),
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=int(meta.get("llama.attention.head_count_kv", n_heads)),
-        d_head=int(meta.get("llama.attention.key_length", d_model // n_heads)),
-        d_ff=int(_need(meta, "llama.feed_forward_length", where)),
-        vocab_size=int(vocab),
-        context=int(_need(meta, "llama.context_length", where)),
-        norm_eps=float(_need(meta, "llama.attention.layer_norm_rms_epsilon", where)),
-        tied=tied,
-        rope_theta=float(meta.get("llama.rope.freq_base", 10_000.0)),
-    )

@@ -28,7 +28,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import ModelConfig, from_gguf
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.config_gguf import from_gguf
 from nanoinfer.models.llama import inverse_frequencies
 from nanoinfer.models.weights import HEAD, State, expected_shapes, read_header, read_tensors
 

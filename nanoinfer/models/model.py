@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from nanoinfer.models.attention import KVCache
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.config import ModelConfig, check_runnable
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 
@@ -41,7 +41,11 @@ class Model(Protocol):
 
 
 def build(config: ModelConfig) -> GPT2 | Llama:
-    """An uninitialised model of this shape. Under ``torch.device("meta")`` it costs no memory."""
+    """An uninitialised model of this shape. Under ``torch.device("meta")`` it costs no memory.
+
+    Raises :class:`ModelError` for a shape that can be counted but not run.
+    """
+    check_runnable(config)
     return GPT2(config) if config.family == "gpt2" else Llama(config)
 
 

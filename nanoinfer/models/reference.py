@@ -35,6 +35,8 @@ def hf_config(config: ModelConfig) -> Any:
             n_inner=config.d_ff,
             layer_norm_epsilon=config.norm_eps,
             tie_word_embeddings=config.tied,
+            bos_token_id=None,
+            eos_token_id=None,
         )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
@@ -57,6 +59,8 @@ def hf_config(config: ModelConfig) -> Any:
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tied,
         rope_parameters=rope,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 

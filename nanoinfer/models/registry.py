@@ -6,19 +6,18 @@ A name is looked up in this order: ``random:SHAPE``, the names we know, a
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nanoinfer.errors import DeviceError, ModelError, TokenizerError, nearest
 from nanoinfer.models import fetch
-from nanoinfer.models.config import SHAPES, ModelConfig, from_hf
+from nanoinfer.models.config import SHAPES, ModelConfig, check_runnable
+from nanoinfer.models.config_files import config_of_file
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
@@ -155,27 +154,17 @@ def _hub(name: str, repo: str, revision: str, device: torch.device, dtype: torch
 
 
 def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
-    config = from_hf(_read_config(folder / "config.json"), str(folder / "config.json"))
+    config = config_of_file(folder)
+    check_runnable(config, str(folder))
     tokenizer = _if_supported(lambda: Tokenizer.from_folder(folder))
     model = assemble(config, load_folder(folder, config, dtype), device)
     eos_ids = eos_ids_of_folder(folder) if tokenizer is None else tokenizer.eos_ids
     return LoadedModel(name, model, tokenizer, eos_ids, source)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ModelError(f"{path}: missing; a model folder holds config.json beside its safetensors")
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: damaged ({error}); fetch or copy the file again") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: not a model's config.json; fetch or copy the file again")
-    return data
-
-
 def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
     gguf = read_gguf(path)
+    check_runnable(gguf.config, str(path))
     tokenizer = _if_supported(lambda: Tokenizer.from_gguf(gguf.meta, path.name))
     model = assemble(gguf.config, load_gguf(gguf, dtype, fetch.cache_dir()), device)
     if (frequencies := inv_freq(gguf)) is not None and isinstance(model, Llama):

@@ -54,7 +54,7 @@ class Number:
         if len(self.samples) == 1:
             return f"{text} (one run)"
         low, high = self._digits(min(self.samples), spec), self._digits(max(self.samples), spec)
-        return f"{text} ({low} to {high} in {len(self.samples)}{SPACE}repeats)"
+        return f"{text} ({low} to {high} in {len(self.samples)}{SPACE}samples)"
 
     def _unit(self) -> str:
         return self.unit if self.unit in ("", "x", "×", "%") else SPACE + self.unit
@@ -67,11 +67,11 @@ class Number:
         half = (max(self.samples) - min(self.samples)) / 2 if self.samples else 0.0
         if half == 0:
             return format_number(number)
-        # One digit of the spread, two where it begins with 1; and never more than four of the number itself.
+        # One digit of the spread, two where it begins with 1; and never more than three of the number itself.
         exponent = math.floor(math.log10(half))
         decimals = -exponent + (half < 2 * 10.0**exponent)
         largest = max(abs(sample) for sample in self.samples)
-        return f"{number:,.{max(0, min(decimals, 3 - math.floor(math.log10(largest))))}f}"
+        return f"{number:,.{max(0, min(decimals, 2 - math.floor(math.log10(largest))))}f}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Results:
         """
         self._check_name(name)
         samples = _samples(name, value)
-        self.numbers[name] = Number(statistics.median(samples), unit, definition, True, samples)
+        self.numbers[name] = Number(statistics.median_low(samples), unit, definition, True, samples)
 
     def add_exact(self, name: str, value: Value, unit: str = "", definition: str = "") -> None:
         """Keep what was counted, computed or given: true on every machine, and shown in a smoke run too."""
@@ -143,7 +143,7 @@ class Results:
     def ledger(self, *, change: str, predicted: float | None, measured: float | Iterable[float], unit: str) -> None:
         """Enter one change in the book's ledger: what theory foretold (or ``None``) and what this machine did."""
         samples = _samples(change, measured)
-        row = {"change": change, "predicted": predicted, "measured": statistics.median(samples), "unit": unit}
+        row = {"change": change, "predicted": predicted, "measured": statistics.median_low(samples), "unit": unit}
         kept = [old for old in self.ledger_rows if old["change"] != change]
         self.ledger_rows = [*kept, {**row, "samples": list(samples)}]
 
@@ -234,9 +234,9 @@ class Results:
         return self.provenance
 
     def _origin(self) -> str:
-        """``AMD EPYC 7763, 2 cores; torch 2.9.0, python 3.11.7; 2026-01-05; 10 repeats``."""
+        """``AMD EPYC 7763, 2 cores; torch 2.9.0, python 3.11.7; 2026-01-05; 10 samples``."""
         counts = sorted({len(number.samples) for number in self.numbers.values() if number.samples})
-        repeats = [f"{' to '.join(map(str, sorted({counts[0], counts[-1]})))} repeats"] if counts else []
+        repeats = [f"{' to '.join(map(str, sorted({counts[0], counts[-1]})))} samples"] if counts else []
         told, wanted = self._provenance(), ("torch", "python")
         versions = ", ".join(f"{name} {told['versions'][name]}" for name in wanted if name in told["versions"])
         return "; ".join([machine_name(told["machine"], self.device), versions, str(told["date"])[:10], *repeats])

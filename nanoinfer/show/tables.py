@@ -8,6 +8,7 @@ once, so that no chapter writes HTML.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -94,7 +95,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -
         if len(row) != len(header):
             raise ValueError(f"row {number} has {len(row)} cells under {len(header)} headings")
     # A column is numeric when all it holds is numbers and gaps: its heading then stands over them.
-    numeric = [bool(rows) and all(_is_number(row[i]) or row[i] is None for row in rows) for i in range(len(header))]
+    numeric = [bool(rows) and all(row[i] is None or _is_number(row[i]) for row in rows) for i in range(len(header))]
     columns = zip(header, numeric, strict=True)
     head = "".join(f'<th scope="col"{_right(right)}>{escape(title)}</th>' for title, right in columns)
     body = "".join(f"<tr>{''.join(_cell(cell, i == 0) for i, cell in enumerate(row))}</tr>" for row in rows)
@@ -107,6 +108,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -
 
 
 def _is_number(cell: Cell) -> bool:
+    """Whether a cell reads as a number, formatted by the caller or not; a lone dash stands for one that is missing."""
+    if isinstance(cell, str):
+        return re.fullmatch(r"[–-]|[–-]?[\d.,]+(e[+-]?\d+)?\s*(%|x|×)?", cell) is not None
     return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 

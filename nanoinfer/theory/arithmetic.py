@@ -1,88 +1,138 @@
-"""Counting a model before it runs: parameters, FLOPs, bytes.
+"""Counting a model before it runs: FLOPs, bytes of cache and activations, and FLOPs per byte.
 
-Every count is exact and follows from the shape alone. Symbols as in
+Every count follows from the shape alone. Symbols as in
 :class:`~nanoinfer.models.config.ModelConfig`; ``s`` is a context length in tokens, ``b``
 bytes per element. A multiply and an add are two FLOPs. Only matrix products are counted:
 norms, activations and softmax are a few per cent of the work and are not products.
 
-Sources: Chen, "Transformer Inference Arithmetic" and "Transformer parameter counting" (2022);
-the counts themselves are checked against the true tensors of every model we load.
+Sources: Chen, "Transformer Inference Arithmetic" (2022); Williams et al., "Roofline" (2009); DeepSeek-AI,
+"DeepSeek-V2" (2024) for MLA; parameters are counted in :mod:`nanoinfer.theory.parameters` and named here too.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
-from nanoinfer.errors import DeviceError, RequestError, nearest
 from nanoinfer.models.config import ModelConfig
+from nanoinfer.theory.parameters import (
+    BYTES,
+    QUANTISATIONS,
+    Matrix,
+    Quantisation,
+    active_parameters,
+    attention_parameters,
+    bytes_per_element,
+    check_sizes,
+    experts_touched,
+    layer_matrices,
+    mlp_parameters,
+    norm_parameters,
+    parameters,
+    step_weight_bytes,
+    weight_bytes,
+)
 
-BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+__all__ = [
+    "BYTES",
+    "QUANTISATIONS",
+    "Matrix",
+    "Quantisation",
+    "activation_bytes",
+    "active_parameters",
+    "attention_intensity_decode",
+    "attention_intensity_prefill",
+    "attention_parameters",
+    "bytes_per_element",
+    "decode_bytes",
+    "decode_flops",
+    "decode_intensity",
+    "experts_touched",
+    "gemm_intensity",
+    "gemm_intensity_small",
+    "generate_flops",
+    "kv_bytes",
+    "kv_bytes_per_token",
+    "kv_width",
+    "layer_matrices",
+    "mlp_parameters",
+    "norm_parameters",
+    "pair_flops",
+    "parameters",
+    "prefill_bytes",
+    "prefill_flops",
+    "prefill_intensity",
+    "score_bytes",
+    "step_weight_bytes",
+    "tokens_seen",
+    "weight_bytes",
+]
 
 
-def bytes_per_element(dtype: str) -> int:
-    """Bytes of one element. Raises :class:`DeviceError` for a dtype we do not count."""
-    if dtype not in BYTES:
-        raise DeviceError(f"unknown dtype '{dtype}'; {nearest(dtype, BYTES)}")
-    return BYTES[dtype]
+# --- the KV cache ---------------------------------------------------------------
 
 
-def attention_parameters(config: ModelConfig) -> int:
-    """One layer's q, k, v and output projections; GPT-2 adds a bias to each."""
-    d, d_q, d_kv = config.d_model, config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-    matrices = d * (d_q + 2 * d_kv) + d_q * d
-    return matrices + (d_q + 2 * d_kv + d if config.family == "gpt2" else 0)
-
-
-def mlp_parameters(config: ModelConfig) -> int:
-    """One layer's feed-forward part: two matrices and biases (GPT-2), or three matrices (Llama)."""
-    d, f = config.d_model, config.d_ff
-    return 2 * d * f + f + d if config.family == "gpt2" else 3 * d * f
-
-
-def norm_parameters(config: ModelConfig) -> int:
-    """One norm: weight and bias (GPT-2), or weight alone (Llama)."""
-    return config.d_model * (2 if config.family == "gpt2" else 1)
-
-
-def parameters(config: ModelConfig) -> int:
-    """All parameters; a tied head is the embedding and is counted once."""
-    layer = attention_parameters(config) + mlp_parameters(config) + 2 * norm_parameters(config)
-    positions = config.context * config.d_model if config.family == "gpt2" else 0
-    embeddings = config.vocab_size * config.d_model * (1 if config.tied else 2)
-    return embeddings + positions + config.n_layers * layer + norm_parameters(config)
-
-
-def active_parameters(config: ModelConfig) -> int:
-    """P': the parameters that each token is multiplied by, and that each step reads.
-
-    Rows are looked up, not multiplied, in learned positions and in an untied input
-    embedding, so those are left out; a tied matrix is the head too and stays.
-    """
-    positions = config.context * config.d_model if config.family == "gpt2" else 0
-    untied_input = 0 if config.tied else config.vocab_size * config.d_model
-    return parameters(config) - positions - untied_input
-
-
-def weight_bytes(config: ModelConfig, dtype: str = "float32") -> int:
-    """Bytes of all weights in memory."""
-    return parameters(config) * bytes_per_element(dtype)
+def kv_width(config: ModelConfig) -> int:
+    """Numbers that one token leaves in one layer's cache: ``2 n_kv d_h``, or ``r + d_rope`` with MLA."""
+    if config.mla is not None:
+        return config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    return 2 * config.n_kv_heads * config.d_head
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str = "float32") -> int:
-    """Bytes of keys and values that one token leaves in the cache: ``2 L n_kv d_h b``."""
-    return 2 * config.n_layers * config.n_kv_heads * config.d_head * bytes_per_element(dtype)
+    """Bytes that one token leaves in the cache: ``2 L n_kv d_h b``, with MLA ``L (r + d_rope) b``.
+
+    With a sliding window only until the window is full: see :func:`kv_bytes`.
+    """
+    return config.n_layers * kv_width(config) * bytes_per_element(dtype)
+
+
+def tokens_seen(config: ModelConfig, context: int) -> int:
+    """Tokens that the last of ``context`` ones attends to, summed over layers: ``sum_l min(s, w_l)``."""
+    check_sizes(context=context)
+    windows = (config.window_of(layer) for layer in range(config.n_layers))
+    return sum(context if window is None else min(context, window) for window in windows)
 
 
 def kv_bytes(config: ModelConfig, batch: int, tokens: int, dtype: str = "float32") -> int:
-    """Bytes of a cache for ``batch`` rows of ``tokens`` each."""
-    _sizes(batch=batch, tokens=tokens)
-    return batch * tokens * kv_bytes_per_token(config, dtype)
+    """Bytes of a cache for ``batch`` rows of ``tokens`` each.
+
+    Linear in ``tokens`` but for layers with a sliding window, which drop what has left it (a cache that
+    keeps it all the same takes ``batch * tokens * kv_bytes_per_token``).
+    """
+    check_sizes(batch=batch, tokens=tokens)
+    return batch * tokens_seen(config, tokens) * kv_width(config) * bytes_per_element(dtype)
+
+
+# --- FLOPs ----------------------------------------------------------------------
+
+
+def pair_flops(config: ModelConfig, absorbed: bool = False) -> int:
+    """FLOPs of attention for one query token and one token that it sees, in one layer, all heads.
+
+    ``4 n_q d_h``: a dot product with the key, an update with the value. MLA: ``2 n_q (d_qk + d_v)`` over expanded
+    keys and values; ``absorbed``, over the latents as they lie in the cache, ``2 n_q (2 r + d_rope)``.
+    """
+    if (mla := config.mla) is None:
+        return 4 * config.n_heads * config.d_head
+    if absorbed:
+        return 2 * config.n_heads * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
+    return 2 * config.n_heads * (mla.d_qk + mla.v_head_dim)
 
 
 def decode_flops(config: ModelConfig, context: int) -> int:
-    """FLOPs to process one token that sees ``context`` tokens, itself included: ``2 P' + 4 L n_q d_h s``."""
-    _sizes(context=context)
-    return 2 * active_parameters(config) + 4 * config.n_layers * config.n_heads * config.d_head * context
+    """FLOPs to process one token that sees ``context`` tokens, itself included: ``2 P' + 4 L n_q d_h s``.
+
+    A window caps ``s`` in its layers. MLA is taken in its absorbed form: folding the up projection into query and
+    output costs as much as expanding the new token would, so ``2 P'`` stands.
+    """
+    return 2 * active_parameters(config) + pair_flops(config, absorbed=True) * tokens_seen(config, context)
+
+
+def _pairs_doubled(config: ModelConfig, tokens: int) -> int:
+    """Twice the query-key pairs of causal attention over ``tokens``, all layers: ``S^2``, or ``2 w S - w^2``."""
+    total = 0
+    for layer in range(config.n_layers):
+        window = min(tokens, config.window_of(layer) or tokens)
+        total += 2 * window * tokens - window**2
+    return total
 
 
 def prefill_flops(config: ModelConfig, tokens: int, last_only: bool = True) -> int:
@@ -91,10 +141,10 @@ def prefill_flops(config: ModelConfig, tokens: int, last_only: bool = True) -> i
     ``2 P' S + 2 L n_q d_h S^2``: causal attention does half of the square, up to a term in S that
     vanishes for long prompts. Less ``2 V d (S - 1)`` where only the last logits are computed.
     """
-    _sizes(tokens=tokens)
-    square = 2 * config.n_layers * config.n_heads * config.d_head * tokens**2
+    check_sizes(tokens=tokens)
+    attention = pair_flops(config) * _pairs_doubled(config, tokens) // 2
     head = 2 * config.vocab_size * config.d_model * (tokens - 1) if last_only else 0
-    return 2 * active_parameters(config) * tokens + square - head
+    return 2 * active_parameters(config) * tokens + attention - head
 
 
 def generate_flops(config: ModelConfig, prompt: int, new: int, cached: bool) -> int:
@@ -103,13 +153,149 @@ def generate_flops(config: ModelConfig, prompt: int, new: int, cached: bool) -> 
     Without a cache every step is a prefill of all tokens so far; with one, the prompt is
     prefilled once and each further token is a decode step.
     """
-    _sizes(prompt=prompt, new=new)
+    check_sizes(prompt=prompt, new=new)
     if not cached:
         return sum(prefill_flops(config, prompt + i) for i in range(new))
     return prefill_flops(config, prompt) + sum(decode_flops(config, prompt + i) for i in range(1, new))
 
 
-def _sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise RequestError(f"{name} must be at least 1, got {value}")
+# --- activations ----------------------------------------------------------------
+
+
+def activation_bytes(
+    config: ModelConfig, batch: int, tokens: int, dtype: str = "float32", last_only: bool = True
+) -> int:
+    """Most bytes that tensors of one forward pass over ``[batch, tokens]`` hold at once, weights and cache left out.
+
+    The largest of three moments, in numbers per token (eager PyTorch as in :mod:`nanoinfer.models`; attention that
+    does not write its scores); rotary models hold ``d_h`` of sines and cosines throughout:
+
+    - attention: input and norm ``2 d``, queries ``n_q d_h``, keys and values ``2 n_kv d_h``, both repeated for
+      grouped queries ``2 n_q d_h`` (prefill only), output ``n_q d_h``, then its copy (prefill) or projection ``d``;
+    - feed-forward: the block's input, what attention made of it and its norm ``3 d``, then ``2 f`` (GPT-2) or gate,
+      up and product ``3 f``; with experts ``3 (k d_expert + d_shared)``;
+    - head: the last norm ``d`` and the logits ``V``, of the last position alone with ``last_only``.
+
+    Equal to what PyTorch's tensors take for the models that run here (masks, a few bytes, left out); for the others
+    the same account, unchecked.
+    """
+    check_sizes(batch=batch, tokens=tokens)
+    d, gpt2, one_token = config.d_model, config.family == "gpt2", tokens == 1
+    d_q, d_kv = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
+    rope = 0 if gpt2 else config.d_head
+    repeated = 0 if one_token or config.n_heads == config.n_kv_heads else 2 * d_q
+    attention = 2 * d + d_q + 2 * d_kv + repeated + d_q + (d if one_token else d_q)
+    f = config.d_ff
+    if config.moe is not None:
+        experts = config.moe.top_k * config.moe.d_expert + config.moe.d_shared
+        f = max(experts, f) if config.moe.dense_layers else experts
+    feed_forward = 3 * d + (2 if gpt2 else 3) * f
+    head = (d + config.vocab_size) * (1 if last_only else tokens)
+    widest = max(tokens * attention, tokens * feed_forward, head)
+    return batch * (tokens * rope + widest) * bytes_per_element(dtype)
+
+
+def score_bytes(config: ModelConfig, batch: int, tokens: int, context: int, dtype: str = "float32") -> int:
+    """Bytes of one layer's attention scores ``[B, n_q, T, S]``, which attention kernels that work by tiles never write.
+
+    ``context`` is ``S``, the new ``tokens`` included.
+    """
+    check_sizes(batch=batch, tokens=tokens, context=context)
+    return batch * config.n_heads * tokens * context * bytes_per_element(dtype)
+
+
+# --- intensity: FLOPs per byte moved --------------------------------------------
+
+
+def gemm_intensity_small(batch: int, weight_bytes_each: float) -> float:
+    """FLOPs per byte of weights, ``2 B / b``: what a product comes to while its inputs and outputs are small."""
+    check_sizes(batch=batch)
+    return 2 * batch / weight_bytes_each
+
+
+def gemm_intensity(
+    batch: int, rows: int, columns: int, element_bytes: float, weight_bytes_each: float | None = None
+) -> float:
+    """FLOPs per byte of ``[batch, columns] x [columns, rows]``: every operand read, the result written, once.
+
+    ``2 B M N / (b_w M N + b (B N + B M))``; ``weight_bytes_each`` is ``b_w`` where weights are stored in another width.
+    """
+    check_sizes(batch=batch, rows=rows, columns=columns)
+    weights = rows * columns * (element_bytes if weight_bytes_each is None else weight_bytes_each)
+    return 2 * batch * rows * columns / (weights + element_bytes * batch * (rows + columns))
+
+
+def attention_intensity_decode(config: ModelConfig, dtype: str = "bfloat16") -> float:
+    """FLOPs per byte of cache read by one token's attention: ``2 (n_q / n_kv) / b``, whatever batch and context.
+
+    Absorbed MLA, where all heads read the same latents: ``2 n_q (2 r + d_rope) / ((r + d_rope) b)``, 242 for 128
+    heads of DeepSeek-V3 in 16 bits.
+    """
+    return pair_flops(config, absorbed=True) / (kv_width(config) * bytes_per_element(dtype))
+
+
+def attention_intensity_prefill(config: ModelConfig, tokens: int, dtype: str = "bfloat16") -> float:
+    """FLOPs per byte of causal attention over ``tokens``: q, k, v read and the output written once, no scores written.
+
+    ``S n_q / ((n_q + n_kv) b)`` without a window. With MLA keys and values are expanded to all heads.
+    """
+    check_sizes(tokens=tokens)
+    if (mla := config.mla) is None:
+        width = 2 * (config.n_heads + config.n_kv_heads) * config.d_head
+    else:
+        width = 2 * config.n_heads * (mla.d_qk + mla.v_head_dim)
+    moved = config.n_layers * tokens * width * bytes_per_element(dtype)
+    return pair_flops(config) * _pairs_doubled(config, tokens) / 2 / moved
+
+
+def decode_bytes(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    dtype: str = "bfloat16",
+    quantisation: Quantisation | None = None,
+    kv_dtype: str | None = None,
+) -> float:
+    """Least bytes that one decode step of ``batch`` rows moves: weights once, each row's cache of ``context`` once."""
+    weights = step_weight_bytes(config, batch, dtype, quantisation)
+    return weights + kv_bytes(config, batch, context, kv_dtype or dtype)
+
+
+def decode_intensity(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    dtype: str = "bfloat16",
+    quantisation: Quantisation | None = None,
+    kv_dtype: str | None = None,
+) -> float:
+    """FLOPs per byte of a whole decode step."""
+    moved = decode_bytes(config, batch, context, dtype, quantisation, kv_dtype)
+    return batch * decode_flops(config, context) / moved
+
+
+def prefill_bytes(
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    dtype: str = "bfloat16",
+    quantisation: Quantisation | None = None,
+    kv_dtype: str | None = None,
+) -> float:
+    """Least bytes that a prefill of ``[batch, tokens]`` moves: weights once, the new cache written once."""
+    check_sizes(batch=batch, tokens=tokens)
+    weights = step_weight_bytes(config, batch * tokens, dtype, quantisation)
+    return weights + kv_bytes(config, batch, tokens, kv_dtype or dtype)
+
+
+def prefill_intensity(
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    dtype: str = "bfloat16",
+    quantisation: Quantisation | None = None,
+    kv_dtype: str | None = None,
+) -> float:
+    """FLOPs per byte of a whole prefill, head on the last position only."""
+    moved = prefill_bytes(config, batch, tokens, dtype, quantisation, kv_dtype)
+    return batch * prefill_flops(config, tokens) / moved

@@ -40,14 +40,14 @@ def book(tmp_path: Path) -> Path:
     ("samples", "spec", "text"),
     [
         ([14.12, 13.81, 14.52], "", "14.1"),  # half the range is 0.36: one decimal
-        ([14.12, 14.01, 14.25], "", "14.12"),  # half the range is 0.12: it begins with 1, so two
+        ([4.12, 4.01, 4.25], "", "4.12"),  # half the range is 0.12: it begins with 1, so two
         ([1234.5, 1201.0, 1299.0], "", "1,234"),  # 49: whole numbers
-        ([14.12345, 14.12346], "", "14.12"),  # never more than four digits
+        ([14.12345, 14.12346], "", "14.1"),  # never more than three digits
         ([14.12], "", "14.1"),
         ([5.0, 5.0], "", "5.00"),
         ([14.12, 13.81, 14.52], ".2f", "14.12"),
-        ([14.12, 13.81, 14.52], "±", "14.1{nb}tok/s (13.8 to 14.5 in 3{nb}repeats)"),
-        ([14.12, 13.81, 14.52], "±.2f", "14.12{nb}tok/s (13.81 to 14.52 in 3{nb}repeats)"),
+        ([14.12, 13.81, 14.52], "±", "14.1{nb}tok/s (13.8 to 14.5 in 3{nb}samples)"),
+        ([14.12, 13.81, 14.52], "±.2f", "14.12{nb}tok/s (13.81 to 14.52 in 3{nb}samples)"),
         ([14.12], "±", "14.1{nb}tok/s (one run)"),
     ],
 )
@@ -157,9 +157,9 @@ def test_provenance_line_names_machine_versions_date_and_repeats() -> None:
     setting = (
         "Measured with smollm2-135m, cpu, float32, seed 1234; AMD EPYC 7763, 2 cores; torch 2.9.0, python 3.11.7; "
     )
-    assert results.provenance_line().markdown == setting + "2026-01-05; 3 repeats"
+    assert results.provenance_line().markdown == setting + "2026-01-05; 3 samples"
     results.add("other", [1] * 10)
-    assert results.provenance_line().markdown.endswith("; 3 to 10 repeats")
+    assert results.provenance_line().markdown.endswith("; 3 to 10 samples")
 
 
 def test_the_machine_is_what_did_the_work() -> None:
@@ -241,7 +241,7 @@ def test_a_quoted_result_is_labelled(book: Path) -> None:
     results.save()
     assert Results.load(results.path).quote("It ran at {rate:.1f}.").markdown == (
         f"It ran at 14.1{NB}tok/s. (stored result: smollm2-135m, cuda, float32; NVIDIA L40S; "
-        "torch 2.9.0, python 3.11.7; 2026-01-05; 3 repeats)"
+        "torch 2.9.0, python 3.11.7; 2026-01-05; 3 samples)"
     )
 
 
@@ -269,7 +269,7 @@ def test_the_ledger_gathers_all_chapters_in_order(book: Path) -> None:
     machine = "AMD EPYC 7763, 2 cores"
     assert ledger_table(book).text.splitlines()[1:] == [
         "Change | Chapter | Predicted | Measured | Machine",
-        f"KV cache | 05_kv_cache | 3.00x | 2.2x (2.0 to 2.5 in 3{NB}repeats) | {machine}",
+        f"KV cache | 05_kv_cache | 3.00x | 2.2x (2.0 to 2.5 in 3{NB}samples) | {machine}",
         f"Batching | 09_batching | – | 800{NB}tok/s (one run) | {machine}",
         f"Continuous | 10_continuous | 2.00x | {PLACEHOLDER} | {machine}",
     ]

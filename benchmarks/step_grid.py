@@ -1,0 +1,125 @@
+"""Step times of the cached engine over batch, context and dtype: what the step-time model is held to.
+
+Run ``python -m benchmarks.step_grid`` on a quiet machine (about ten minutes on two cores). The
+result is stored under ``results/``; chapter 4 shows it beside a few points that it measures live.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.repeat import repeat
+from nanoinfer.models.registry import LoadedModel, load_model
+
+MODELS = ("smollm2-135m", "random:gpt2")
+DTYPES = ("float32", "bfloat16")
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (64, 256, 1024, 2048)
+MOST_PREFILL_TOKENS = 4096  # batch x prompt; beyond that a point takes longer than it teaches
+MOST_CACHE_BYTES = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured step. ``context`` is the tokens a row holds after the step; times in seconds."""
+
+    model: str
+    dtype: str
+    phase: str
+    batch: int
+    context: int
+    seconds: float
+    low: float
+    high: float
+    repeats: int
+
+
+def decode_step(loaded: LoadedModel, batch: int, context: int, repeats: int) -> Point:
+    """A decode step of ``batch`` rows that hold ``context`` tokens each, the new one included."""
+    model, config = loaded.model, loaded.model.config
+    weight = next(model.parameters())
+    cache = ContiguousCache(config, batch, context, weight.device, weight.dtype)
+    cache.k.normal_()
+    cache.v.normal_()
+    ids = torch.full((batch, 1), 5, device=weight.device)
+    positions = torch.full_like(ids, context - 1)
+
+    @torch.inference_mode()
+    def step() -> None:
+        cache.length = context - 1  # the same slot each time
+        model(ids, positions, cache)[:, -1].argmax(dim=-1).tolist()
+
+    return point(loaded, "decode", batch, context, step, repeats)
+
+
+def prefill_step(loaded: LoadedModel, batch: int, context: int, repeats: int) -> Point:
+    """A prefill of ``batch`` prompts of ``context`` tokens each, logits of the last position."""
+    model, config = loaded.model, loaded.model.config
+    weight = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (batch, context), generator=generator).to(weight.device)
+    positions = torch.arange(context, device=weight.device).expand_as(ids)
+    cache = ContiguousCache(config, batch, context, weight.device, weight.dtype)
+
+    @torch.inference_mode()
+    def step() -> None:
+        cache.length = 0
+        model(ids, positions, cache, last_only=True)[:, -1].argmax(dim=-1).tolist()
+
+    return point(loaded, "prefill", batch, context, step, repeats)
+
+
+def point(loaded: LoadedModel, phase: str, batch: int, context: int, step: object, repeats: int) -> Point:
+    """Time one step: warm-up, then repeats; the median and the range."""
+    assert callable(step)
+    weight = next(loaded.model.parameters())
+    timing = repeat(step, device=weight.device, warmup=2, repeats=repeats)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    s = timing.samples
+    return Point(loaded.name, dtype, phase, batch, context, timing.summary.median or 0.0, min(s), max(s), len(s))
+
+
+def grid(models: tuple[str, ...], dtypes: tuple[str, ...], device: str) -> list[Point]:
+    """Measure every point that fits; prints one line a point."""
+    points: list[Point] = []
+    for name in models:
+        for dtype in dtypes:
+            loaded = load_model(name, device=device, dtype=dtype)
+            config = loaded.model.config
+            for context in (c for c in CONTEXTS if c <= config.context):
+                for batch in BATCHES:
+                    cache = 4 * config.n_layers * config.n_kv_heads * config.d_head * batch * context * 2
+                    if cache <= MOST_CACHE_BYTES:
+                        points.append(decode_step(loaded, batch, context, repeats=7))
+                        print(points[-1], flush=True)
+                    if batch * context <= MOST_PREFILL_TOKENS:
+                        points.append(prefill_step(loaded, batch, context, repeats=3))
+                        print(points[-1], flush=True)
+    return points
+
+
+def main() -> None:
+    """Measure and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--out", type=Path, default=Path("results/step_grid.json"))
+    args = parser.parse_args()
+    points = grid(tuple(args.models), tuple(args.dtypes), args.device)
+    record = {"provenance": provenance(), "points": [asdict(p) for p in points]}
+    part = args.out.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(args.out)
+    print(f"{len(points)} points written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

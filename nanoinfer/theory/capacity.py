@@ -1,0 +1,123 @@
+"""What fits: where each byte goes, and the largest batch or context that memory allows.
+
+    B_max = floor((u * M - weights - activations) / (ceil(S / block) * block * KV bytes per token))
+
+with M the memory of one device, u the share of it that may be used, and weights, KV heads
+and activations divided among ``tp`` devices (a KV head is never divided, only copied).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nanoinfer.errors import RequestError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.theory import arithmetic
+from nanoinfer.theory.parameters import check_sizes
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Where the bytes of one device go. ``fragmentation`` is the unused end of each row's last block."""
+
+    weights: float
+    kv: float
+    activations: float
+    fragmentation: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.kv + self.activations + self.fragmentation
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one device of ``memory`` bytes holds. ``limit`` says what stands in the way of more."""
+
+    memory: float
+    usable: float
+    context: int
+    max_batch: int
+    max_context: int
+    blocks: int
+    used: Bytes
+    limit: str
+
+
+def kv_share(config: ModelConfig, tp: int) -> float:
+    """The part of the KV cache that each of ``tp`` devices holds: ``max(n_kv / tp, 1) / n_kv``; a latent one whole."""
+    if config.mla is not None:
+        return 1.0
+    return max(config.n_kv_heads / tp, 1) / config.n_kv_heads
+
+
+def where_bytes_go(
+    config: ModelConfig, batch: int, context: int, dtype: str = "bfloat16", *, tp: int = 1, block: int = 1
+) -> Bytes:
+    """Bytes of one device that serves ``batch`` rows of ``context`` tokens each, in blocks of ``block`` tokens.
+
+    Activations are those of a decode step; a long prefill needs more for as long as it lasts.
+    """
+    check_sizes(batch=batch, context=context, tp=tp, block=block)
+    share = kv_share(config, tp)
+    kv = arithmetic.kv_bytes(config, batch, context, dtype) * share
+    whole = arithmetic.kv_bytes(config, batch, math.ceil(context / block) * block, dtype) * share
+    activations = arithmetic.activation_bytes(config, batch, 1, dtype=dtype)
+    return Bytes(arithmetic.weight_bytes(config, dtype) / tp, kv, activations, whole - kv)
+
+
+def fit(
+    config: ModelConfig,
+    memory: float,
+    context: int,
+    dtype: str = "bfloat16",
+    *,
+    tp: int = 1,
+    utilisation: float = 0.9,
+    block: int = 16,
+) -> Fit:
+    """The largest batch at ``context`` tokens a row, and the longest context of a single row.
+
+    Raises:
+        RequestError: sizes below 1, a context beyond the model's, a utilisation outside (0, 1],
+            or weights that alone do not fit, with how many devices would hold them.
+    """
+    check_sizes(context=context, tp=tp, block=block)
+    if context > config.context:
+        raise RequestError(f"context {context} is beyond the model's {config.context}")
+    if not 0 < utilisation <= 1:
+        raise RequestError(f"utilisation must be above 0 and at most 1, got {utilisation}")
+    usable = memory * utilisation
+    weights = arithmetic.weight_bytes(config, dtype) / tp
+    if weights >= usable:
+        devices = math.ceil(weights * tp / usable)
+        raise RequestError(
+            f"the weights take {weights / 1e9:.1f} GB a device in {dtype} and {usable / 1e9:.1f} GB may be used: "
+            f"take at least {devices} devices (--tp {devices}) or a smaller dtype"
+        )
+
+    def total(batch: int, tokens: int) -> float:
+        return where_bytes_go(config, batch, tokens, dtype, tp=tp, block=block).total
+
+    batch = _largest(lambda n: total(n, context) <= usable, 2**40)
+    longest = _largest(lambda n: total(1, n) <= usable, config.context)
+    per_block = arithmetic.kv_bytes_per_token(config, dtype) * kv_share(config, tp) * block
+    blocks = int((usable - weights) // per_block)
+    limit = "the model's context" if longest == config.context and batch else "memory for the KV cache"
+    used = where_bytes_go(config, max(batch, 1), context, dtype, tp=tp, block=block)
+    return Fit(memory, usable, context, batch, longest, blocks, used, limit)
+
+
+def _largest(fits: object, most: int) -> int:
+    """The largest n up to ``most`` that fits, 0 if not even 1 does; ``fits`` is true up to some n and false beyond."""
+    assert callable(fits)
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

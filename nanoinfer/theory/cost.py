@@ -1,0 +1,89 @@
+"""What a token costs, in money and in energy.
+
+    $/Mtok = $/h * 1e6 / (3600 * tokens/s)        J/token = watts / (tokens/s)
+
+Both divide by a rate, so a machine that idles, or whose requests fail, costs more a token
+by exactly the share of its time that produces nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.errors import RequestError
+
+
+def usd_per_token(usd_per_hour: float, tokens_per_second: float) -> float:
+    """Hardware $/s over output tokens/s: 3 $/h at 1,000 tok/s is 8.33e-7 $."""
+    _positive(usd_per_hour=usd_per_hour, tokens_per_second=tokens_per_second)
+    return usd_per_hour / 3600 / tokens_per_second
+
+
+def usd_per_mtok(usd_per_hour: float, tokens_per_second: float) -> float:
+    """Dollars for a million tokens."""
+    return 1e6 * usd_per_token(usd_per_hour, tokens_per_second)
+
+
+def joules_per_token(watts: float, tokens_per_second: float) -> float:
+    """Energy of one token. Say where the watts come from: a meter, or a datasheet."""
+    _positive(watts=watts, tokens_per_second=tokens_per_second)
+    return watts / tokens_per_second
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one million tokens of each kind cost, in dollars."""
+
+    input: float
+    cached_input: float
+    output: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a machine is paid for.
+
+    Args:
+        usd_per_hour: of the whole machine, storage and network included.
+        prefill_rate: input tokens/s while it prefills.
+        decode_rate: output tokens/s while it decodes, all rows together.
+        idle: share of the hours in which nothing runs.
+        failed: share of requests whose work is thrown away.
+        cached_cost: what a token found in the prefix cache costs, as a share of a computed one.
+    """
+
+    usd_per_hour: float
+    prefill_rate: float
+    decode_rate: float
+    idle: float = 0.0
+    failed: float = 0.0
+    cached_cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(usd_per_hour=self.usd_per_hour, prefill_rate=self.prefill_rate, decode_rate=self.decode_rate)
+        for name in ("idle", "failed", "cached_cost"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise RequestError(f"{name} must be at least 0 and below 1, got {value}")
+
+    @property
+    def price(self) -> Price:
+        """Dollars a million tokens: each phase pays for the time it takes, and for the time that is wasted."""
+        useful = (1 - self.idle) * (1 - self.failed)
+        computed = usd_per_mtok(self.usd_per_hour, self.prefill_rate) / useful
+        return Price(computed, computed * self.cached_cost, usd_per_mtok(self.usd_per_hour, self.decode_rate) / useful)
+
+    def request(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        """Dollars of one request. ``cached_tokens`` are those of the input that a prefix cache holds."""
+        if not 0 <= cached_tokens <= input_tokens or output_tokens < 0:
+            raise RequestError(
+                f"token counts must not be negative, and cached ({cached_tokens}) at most input ({input_tokens})"
+            )
+        price = self.price
+        fresh = input_tokens - cached_tokens
+        return (fresh * price.input + cached_tokens * price.cached_input + output_tokens * price.output) / 1e6
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise RequestError(f"{name} must be above 0, got {value}")

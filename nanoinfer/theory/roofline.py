@@ -1,0 +1,302 @@
+"""How long a step takes, before it is run.
+
+A step is a list of operators. Each needs arithmetic and moves bytes, and takes as long as
+the slower of the two, plus what it costs to start it:
+
+    t = max(FLOPs / rate, bytes / bandwidth) + launches * launch time
+
+The sum over the step is the prediction. A :class:`Machine` says what the rates are: a
+datasheet's peaks, or ceilings that were measured on the machine at hand. Sources: Williams
+et al., "Roofline" (2009); Chen, "Transformer Inference Arithmetic" (2022).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from nanoinfer.errors import RequestError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.theory import arithmetic, capacity, hardware
+from nanoinfer.theory.parameters import (
+    Matrix,
+    bytes_per_element,
+    check_sizes,
+    experts_touched,
+    head_matrix,
+    layer_matrices,
+)
+
+Bound = Literal["compute", "memory", "launch", "link"]
+
+#: Operators of one layer of our models beside its matrix products: norms, rotation, attention, cache, residuals.
+SMALL_OPERATORS = {"gpt2": 18, "llama": 44}
+
+
+class Ceilings(Protocol):
+    """What a calibration offers; :class:`nanoinfer.measure.calibration.Calibration` is one."""
+
+    device_name: str
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes/s."""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the fastest product."""
+
+    def flops_at(self, dtype: str, rows: int, *, streamed: bool = False) -> float:
+        """FLOP/s of a product of so many rows."""
+
+    def launch_seconds(self, dtype: str) -> tuple[float, float]:
+        """Seconds to start a small operator, and a matrix product."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates to predict with: FLOP/s, bytes/s, seconds.
+
+    ``linear`` holds measured ``(rows, FLOP/s)`` of products whose weights come from memory; where it is
+    empty, a product runs at ``peak`` or at ``bandwidth``, whichever is slower. ``link`` is bytes/s one way
+    to each neighbour and ``alpha`` the seconds that one collective costs however small it is.
+    """
+
+    name: str
+    dtype: str
+    peak: float
+    bandwidth: float
+    launch_s: float = 0.0
+    linear_launch_s: float = 0.0
+    linear: tuple[tuple[int, float], ...] = ()
+    link: float | None = None
+    alpha: float = 8e-6
+
+    @classmethod
+    def datasheet(cls, name: str, dtype: str = "bfloat16", launch_s: float = 0.0) -> Machine:
+        """A device's dense peak and bandwidth as its vendor states them. Raises :class:`DeviceError`.
+
+        Without ``launch_s`` this is the roofline itself, as if operators cost nothing to start; eager
+        PyTorch on a GPU pays some 4 microseconds for each.
+        """
+        device = hardware.device(name)
+        link = device.link.gbs_one_way * 1e9 if device.link is not None and device.link.gbs_one_way else None
+        return cls(
+            device.name, dtype, hardware.peak(device, dtype), device.bandwidth_gbs * 1e9, launch_s, launch_s, link=link
+        )
+
+    @classmethod
+    def measured(cls, ceilings: Ceilings, dtype: str = "float32") -> Machine:
+        """The ceilings of the machine at hand."""
+        rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        linear = tuple((r, ceilings.flops_at(dtype, r, streamed=True)) for r in rows)
+        small, product = ceilings.launch_seconds(dtype)
+        return cls(ceilings.device_name, dtype, ceilings.peak(dtype), ceilings.read_bandwidth, small, product, linear)
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which a kernel is bound by arithmetic."""
+        return self.peak / self.bandwidth
+
+    def attainable(self, intensity: float) -> float:
+        """FLOP/s that a kernel of this intensity (FLOPs per byte) can reach at best."""
+        return min(self.peak, self.bandwidth * intensity)
+
+    def linear_rate(self, rows: int) -> float:
+        """Measured FLOP/s of a product of ``rows`` rows; on a line in log-log between the points, flat beyond."""
+        at = bisect.bisect_left(self.linear, rows, key=lambda point: point[0])
+        if at == 0 or at == len(self.linear):
+            return self.linear[min(at, len(self.linear) - 1)][1]
+        (r0, f0), (r1, f1) = self.linear[at - 1], self.linear[at]
+        share = math.log(rows / r0) / math.log(r1 / r0)
+        return math.exp((1 - share) * math.log(f0) + share * math.log(f1))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of a step, all its calls together. Seconds; ``bound`` is the larger part."""
+
+    name: str
+    flops: float
+    nbytes: float
+    calls: int
+    seconds: float
+    bound: Bound
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.nbytes if self.nbytes else math.inf
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step: its operators, and what they add up to."""
+
+    phase: Literal["prefill", "decode"]
+    batch: int
+    context: int
+    machine: Machine
+    operators: tuple[Operator, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(op.seconds for op in self.operators)
+
+    @property
+    def flops(self) -> float:
+        """All arithmetic of the step."""
+        return sum(op.flops for op in self.operators)
+
+    @property
+    def nbytes(self) -> float:
+        """All bytes that the step moves."""
+        return sum(op.nbytes for op in self.operators)
+
+    @property
+    def bound(self) -> Bound:
+        """What most of the step's time goes to."""
+        shares: dict[Bound, float] = {}
+        for op in self.operators:
+            shares[op.bound] = shares.get(op.bound, 0.0) + op.seconds
+        return max(shares, key=lambda kind: shares[kind])
+
+
+def prefill_step(config: ModelConfig, machine: Machine, batch: int, tokens: int, tp: int = 1) -> Step:
+    """A causal pass over ``batch`` prompts of ``tokens`` each; head on the last position alone."""
+    return _step("prefill", config, machine, batch, tokens, tokens, tp)
+
+
+def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int, tp: int = 1) -> Step:
+    """One new token for each of ``batch`` rows that then hold ``context`` tokens."""
+    return _step("decode", config, machine, batch, 1, context, tp)
+
+
+def _step(
+    phase: Literal["prefill", "decode"],
+    config: ModelConfig,
+    machine: Machine,
+    batch: int,
+    new: int,
+    context: int,
+    tp: int,
+) -> Step:
+    check_sizes(batch=batch, context=context, tp=tp)
+    if context > config.context:
+        raise RequestError(f"context {context} is beyond the model's {config.context}")
+    if config.n_heads % tp or (config.n_kv_heads % tp and tp % config.n_kv_heads):
+        raise RequestError(f"tp {tp} does not divide {config.n_heads} query heads and {config.n_kv_heads} KV heads")
+    element = bytes_per_element(machine.dtype)
+    rows = batch * new
+    products: dict[str, Operator] = {}
+    for layer in range(config.n_layers):
+        for matrix in layer_matrices(config, layer):
+            _add(products, _product(matrix, machine, rows, element, tp))
+    _add(products, _product(head_matrix(config), machine, batch, element, tp))
+    operators = [*products.values(), _attention(config, machine, batch, new, context, element, tp)]
+    operators.append(_small(config, machine, rows, element))
+    if tp > 1:
+        operators.append(_all_reduces(config, machine, rows, element, tp))
+    return Step(phase, batch, context, machine, tuple(operators))
+
+
+def _product(matrix: Matrix, machine: Machine, rows: int, element: int, tp: int) -> Operator:
+    """One weight matrix against ``rows`` rows: read once however many rows there are. Experts: those touched."""
+    touched = experts_touched(matrix.copies, matrix.used, rows) if matrix.copies > 1 else 1.0
+    flops = 2.0 * rows * matrix.used * matrix.rows * matrix.columns / tp
+    weights = touched * matrix.size * element / tp
+    nbytes = weights + rows * matrix.used * (matrix.rows / tp + matrix.columns) * element
+    if machine.linear:
+        arithmetic_s = flops / machine.linear_rate(max(1, round(rows * matrix.used / touched)))
+        return Operator(
+            matrix.name, flops, nbytes, 1, arithmetic_s + machine.linear_launch_s, _side(machine, flops, nbytes)
+        )
+    compute, memory = flops / machine.peak, nbytes / machine.bandwidth
+    return Operator(
+        matrix.name,
+        flops,
+        nbytes,
+        1,
+        max(compute, memory) + machine.linear_launch_s,
+        _bound(compute, memory, machine.linear_launch_s),
+    )
+
+
+def _attention(
+    config: ModelConfig, machine: Machine, batch: int, new: int, context: int, element: int, tp: int
+) -> Operator:
+    """Scores and weighted sums of all layers; keys and values are read once a pass."""
+    if new == 1:
+        flops = float(batch * (arithmetic.decode_flops(config, context) - 2 * arithmetic.active_parameters(config)))
+    else:
+        linear = 2 * arithmetic.active_parameters(config) * new
+        flops = float(batch * (arithmetic.prefill_flops(config, new, last_only=False) - linear))
+    nbytes = arithmetic.kv_bytes(config, batch, context, machine.dtype) * capacity.kv_share(config, tp)
+    compute, memory = flops / tp / machine.peak, nbytes / machine.bandwidth
+    launch = config.n_layers * machine.launch_s
+    return Operator(
+        "attention", flops / tp, nbytes, config.n_layers, max(compute, memory) + launch, _bound(compute, memory, launch)
+    )
+
+
+def _small(config: ModelConfig, machine: Machine, rows: int, element: int) -> Operator:
+    """Norms, rotation, activation and residuals: no products, all bytes and launches."""
+    calls = config.n_layers * SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
+    # Each operator reads and writes one activation; most are of the model's width.
+    nbytes = 2.0 * calls * rows * config.d_model * element
+    memory, launch = nbytes / machine.bandwidth, calls * machine.launch_s
+    return Operator("small operators", 0.0, nbytes, calls, memory + launch, "launch" if launch > memory else "memory")
+
+
+def _all_reduces(config: ModelConfig, machine: Machine, rows: int, element: int, tp: int) -> Operator:
+    """Two all-reduces a layer: ``2 (n-1)/n * bytes / link + alpha`` each, a ring's time."""
+    if machine.link is None:
+        raise RequestError(
+            f"{machine.name} has no link in the table, so tensor parallel cannot be predicted: take tp 1"
+        )
+    message = rows * config.d_model * element
+    calls = 2 * config.n_layers
+    moved = calls * 2 * (tp - 1) / tp * message
+    return Operator("all-reduce", 0.0, moved, calls, moved / machine.link + calls * machine.alpha, "link")
+
+
+def _side(machine: Machine, flops: float, nbytes: float) -> Bound:
+    return "compute" if flops / nbytes > machine.ridge else "memory"
+
+
+def _bound(compute: float, memory: float, launch: float) -> Bound:
+    if launch > compute + memory:
+        return "launch"
+    return "compute" if compute > memory else "memory"
+
+
+def _add(into: dict[str, Operator], op: Operator) -> None:
+    old = into.get(op.name)
+    into[op.name] = (
+        op
+        if old is None
+        else replace(
+            old,
+            flops=old.flops + op.flops,
+            nbytes=old.nbytes + op.nbytes,
+            calls=old.calls + 1,
+            seconds=old.seconds + op.seconds,
+        )
+    )
+
+
+# --- engines ------------------------------------------------------------------------
+
+
+def naive_seconds(config: ModelConfig, machine: Machine, batch: int, prompt: int, new: int) -> Sequence[float]:
+    """Predicted seconds of each step of the naive engine: a pass over all tokens so far."""
+    return [prefill_step(config, machine, batch, prompt + i).seconds for i in range(new)]
+
+
+def cached_seconds(config: ModelConfig, machine: Machine, batch: int, prompt: int, new: int) -> Sequence[float]:
+    """Predicted seconds of each step of the cached engine: a prefill, then decode steps."""
+    first = prefill_step(config, machine, batch, prompt).seconds
+    return [first, *(decode_step(config, machine, batch, prompt + i).seconds for i in range(1, new))]

@@ -1,0 +1,107 @@
+"""The step-time model against formulas worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoinfer.errors import DeviceError, RequestError
+from nanoinfer.models.config import SHAPES
+from nanoinfer.theory import arithmetic
+from nanoinfer.theory.roofline import Machine, Step, cached_seconds, decode_step, naive_seconds, prefill_step
+
+LLAMA, XL, SMOL = SHAPES["llama-3.1-8b"], SHAPES["gpt2-xl"], SHAPES["smollm2-135m"]
+H100 = Machine.datasheet("H100", "bfloat16")
+
+
+def operator(step: Step, name: str) -> float:
+    return next(op.seconds for op in step.operators if op.name == name)
+
+
+def test_ridge_is_the_dense_one() -> None:
+    assert round(H100.ridge) == 295
+    assert H100.attainable(10) == 10 * 3.35e12
+    assert H100.attainable(1000) == H100.peak == 989e12
+
+
+def test_one_row_of_decode_reads_the_weights_once() -> None:
+    step = decode_step(LLAMA, H100, batch=1, context=128)
+    floor = 2 * arithmetic.active_parameters(LLAMA) / 3.35e12
+    assert floor < step.seconds < 1.05 * floor
+    assert step.bound == "memory"
+
+
+def test_a_long_prefill_is_bound_by_arithmetic() -> None:
+    step = prefill_step(LLAMA, H100, batch=4, tokens=2048)
+    assert step.bound == "compute"
+    assert step.flops == pytest.approx(4 * arithmetic.prefill_flops(LLAMA, 2048), rel=1e-4)  # norms are no products
+    assert step.seconds > step.flops / H100.peak
+
+
+def test_the_batch_where_a_product_turns_from_memory_to_arithmetic() -> None:
+    """Crossover near the ridge: 295 rows for bf16, whose intensity is one FLOP per byte and row."""
+    bounds = [
+        op.bound for rows in (200, 500) for op in decode_step(LLAMA, H100, rows, 8).operators if op.name == "gate_proj"
+    ]
+    assert bounds == ["memory", "compute"]
+
+
+def test_launches_add_up() -> None:
+    eager = Machine.datasheet("H100", "bfloat16", launch_s=4e-6)
+    extra = decode_step(SMOL, eager, 1, 64).seconds - decode_step(SMOL, H100, 1, 64).seconds
+    calls = sum(op.calls for op in decode_step(SMOL, H100, 1, 64).operators)
+    assert extra == pytest.approx(4e-6 * calls, rel=1e-9)
+    assert decode_step(SMOL, eager, 1, 64).bound == "launch"
+
+
+def test_tensor_parallel_divides_weights_and_adds_all_reduces() -> None:
+    one, four = (decode_step(LLAMA, H100, 1, 128, tp=tp) for tp in (1, 4))
+    assert operator(four, "gate_proj") == pytest.approx(operator(one, "gate_proj") / 4, rel=0.01)
+    # 64 all-reduces of 8 us each, and the bytes of a ring over 450 GB/s
+    moved = 64 * 2 * 3 / 4 * LLAMA.d_model * 2
+    assert operator(four, "all-reduce") == pytest.approx(64 * 8e-6 + moved / 450e9)
+
+
+def test_a_kv_head_is_copied_not_divided() -> None:
+    with pytest.raises(RequestError, match="tp 3 does not divide"):
+        decode_step(LLAMA, H100, 1, 128, tp=3)
+    eight, sixteen = (decode_step(LLAMA, H100, 8, 4096, tp=tp) for tp in (8, 16))
+    kv = [next(op.nbytes for op in step.operators if op.name == "attention") for step in (eight, sixteen)]
+    assert kv[0] == kv[1]
+
+
+def test_measured_rates_take_the_place_of_the_datasheet() -> None:
+    machine = Machine("here", "float32", 1e11, 1e10, 0.0, 0.0, linear=((1, 5e9), (100, 5e10)))
+    assert machine.linear_rate(1) == 5e9
+    assert machine.linear_rate(10) == pytest.approx((5e9 * 5e10) ** 0.5)
+    assert machine.linear_rate(5000) == 5e10
+    q = 2 * SMOL.n_layers * SMOL.d_model**2 / 5e9
+    assert operator(decode_step(SMOL, machine, 1, 8), "q_proj") == pytest.approx(q)
+
+
+def test_engines_are_sums_of_steps() -> None:
+    naive, cached = naive_seconds(XL, H100, 1, 32, 4), cached_seconds(XL, H100, 1, 32, 4)
+    assert naive[0] == cached[0] == prefill_step(XL, H100, 1, 32).seconds
+    assert naive[3] == prefill_step(XL, H100, 1, 35).seconds
+    assert cached[3] == decode_step(XL, H100, 1, 35).seconds
+    assert sum(naive) > sum(cached)
+
+
+@given(batch=st.integers(1, 64), context=st.integers(1, 1000))
+def test_more_rows_and_more_context_never_take_less(batch: int, context: int) -> None:
+    base = decode_step(XL, H100, batch, context).seconds
+    assert decode_step(XL, H100, batch + 1, context).seconds >= base
+    assert decode_step(XL, H100, batch, context + 1).seconds >= base
+    assert prefill_step(XL, H100, batch, context + 1).seconds >= prefill_step(XL, H100, batch, context).seconds
+
+
+def test_errors_name_the_thing() -> None:
+    with pytest.raises(RequestError, match="context 1025 is beyond the model's 1024"):
+        decode_step(XL, H100, 1, 1025)
+    with pytest.raises(RequestError, match="batch must be at least 1, got 0"):
+        decode_step(XL, H100, 0, 5)
+    with pytest.raises(DeviceError, match="fp8"):
+        Machine.datasheet("T4", "fp8")
+    with pytest.raises(DeviceError, match="did you mean .h100"):
+        Machine.datasheet("H10")
