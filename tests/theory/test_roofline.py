@@ -103,5 +103,5 @@ def test_errors_name_the_thing() -> None:
         decode_step(XL, H100, 0, 5)
     with pytest.raises(DeviceError, match="fp8"):
         Machine.datasheet("T4", "fp8")
-    with pytest.raises(DeviceError, match="did you mean .h100"):
+    with pytest.raises(DeviceError, match="did you mean 'h100'"):
         Machine.datasheet("H10")
