@@ -1,22 +1,28 @@
-"""Step times of the cached engine over batch, context and dtype: what the step-time model is held to.
+"""Step times of the cached engine over batch, context and dtype, predicted and measured.
 
-Run ``python -m benchmarks.step_grid`` on a quiet machine (about ten minutes on two cores). The
-result is stored under ``results/``; chapter 4 shows it beside a few points that it measures live.
+For each model and dtype, the operators are timed one by one first; the step-time model puts its
+predictions together from those; then the steps are run. Run ``python -m benchmarks.step_grid`` on a
+quiet machine (about ten minutes on two cores). The result is stored under ``results/``; chapter 4
+shows it beside a few points that it measures live.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from nanoinfer.bench.operators import measure_operators
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.measure.machine import provenance
 from nanoinfer.measure.repeat import repeat
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
 
 MODELS = ("smollm2-135m", "random:gpt2")
 DTYPES = ("float32", "bfloat16")
@@ -28,20 +34,21 @@ MOST_CACHE_BYTES = 8 * 2**30
 
 @dataclass(frozen=True)
 class Point:
-    """One measured step. ``context`` is the tokens a row holds after the step; times in seconds."""
+    """One step. ``context`` is the tokens a row holds after it; times in seconds, ``predicted`` before it ran."""
 
     model: str
     dtype: str
     phase: str
     batch: int
     context: int
+    predicted: float
     seconds: float
     low: float
     high: float
     repeats: int
 
 
-def decode_step(loaded: LoadedModel, batch: int, context: int, repeats: int) -> Point:
+def decode_point(loaded: LoadedModel, machine: Machine, batch: int, context: int, repeats: int) -> Point:
     """A decode step of ``batch`` rows that hold ``context`` tokens each, the new one included."""
     model, config = loaded.model, loaded.model.config
     weight = next(model.parameters())
@@ -56,10 +63,11 @@ def decode_step(loaded: LoadedModel, batch: int, context: int, repeats: int) -> 
         cache.length = context - 1  # the same slot each time
         model(ids, positions, cache)[:, -1].argmax(dim=-1).tolist()
 
-    return point(loaded, "decode", batch, context, step, repeats)
+    predicted = decode_step(config, machine, batch, context).seconds
+    return point(loaded, "decode", batch, context, predicted, step, repeats)
 
 
-def prefill_step(loaded: LoadedModel, batch: int, context: int, repeats: int) -> Point:
+def prefill_point(loaded: LoadedModel, machine: Machine, batch: int, context: int, repeats: int) -> Point:
     """A prefill of ``batch`` prompts of ``context`` tokens each, logits of the last position."""
     model, config = loaded.model, loaded.model.config
     weight = next(model.parameters())
@@ -73,17 +81,25 @@ def prefill_step(loaded: LoadedModel, batch: int, context: int, repeats: int) ->
         cache.length = 0
         model(ids, positions, cache, last_only=True)[:, -1].argmax(dim=-1).tolist()
 
-    return point(loaded, "prefill", batch, context, step, repeats)
+    predicted = prefill_step(config, machine, batch, context).seconds
+    return point(loaded, "prefill", batch, context, predicted, step, repeats)
 
 
-def point(loaded: LoadedModel, phase: str, batch: int, context: int, step: object, repeats: int) -> Point:
+def point(
+    loaded: LoadedModel,
+    phase: str,
+    batch: int,
+    context: int,
+    predicted: float,
+    step: Callable[[], None],
+    repeats: int,
+) -> Point:
     """Time one step: warm-up, then repeats; the median and the range."""
-    assert callable(step)
     weight = next(loaded.model.parameters())
-    timing = repeat(step, device=weight.device, warmup=2, repeats=repeats)
+    samples = repeat(step, device=weight.device, warmup=1, repeats=repeats).samples
     dtype = str(weight.dtype).removeprefix("torch.")
-    s = timing.samples
-    return Point(loaded.name, dtype, phase, batch, context, timing.summary.median or 0.0, min(s), max(s), len(s))
+    median = statistics.median_low(samples)
+    return Point(loaded.name, dtype, phase, batch, context, predicted, median, min(samples), max(samples), repeats)
 
 
 def grid(models: tuple[str, ...], dtypes: tuple[str, ...], device: str) -> list[Point]:
@@ -93,14 +109,15 @@ def grid(models: tuple[str, ...], dtypes: tuple[str, ...], device: str) -> list[
         for dtype in dtypes:
             loaded = load_model(name, device=device, dtype=dtype)
             config = loaded.model.config
+            machine = Machine("this machine", dtype, 1.0, 1.0, curves=measure_operators(loaded))
             for context in (c for c in CONTEXTS if c <= config.context):
                 for batch in BATCHES:
                     cache = 4 * config.n_layers * config.n_kv_heads * config.d_head * batch * context * 2
                     if cache <= MOST_CACHE_BYTES:
-                        points.append(decode_step(loaded, batch, context, repeats=7))
+                        points.append(decode_point(loaded, machine, batch, context, repeats=5))
                         print(points[-1], flush=True)
                     if batch * context <= MOST_PREFILL_TOKENS:
-                        points.append(prefill_step(loaded, batch, context, repeats=3))
+                        points.append(prefill_point(loaded, machine, batch, context, repeats=3))
                         print(points[-1], flush=True)
     return points
 
@@ -114,6 +131,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/step_grid.json"))
     args = parser.parse_args()
     points = grid(tuple(args.models), tuple(args.dtypes), args.device)
+    errors = sorted(abs(p.predicted / p.seconds - 1) for p in points)
+    print(f"absolute error of the prediction: median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}")
     record = {"provenance": provenance(), "points": [asdict(p) for p in points]}
     part = args.out.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

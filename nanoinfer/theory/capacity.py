@@ -46,6 +46,22 @@ class Fit:
     limit: str
 
 
+def check_tp(config: ModelConfig, tp: int) -> None:
+    """Raise :class:`RequestError` where ``tp`` devices cannot share the heads evenly."""
+    check_sizes(tp=tp)
+    if not divides(config, tp):
+        even = [str(n) for n in range(1, config.n_heads + 1) if divides(config, n)]
+        raise RequestError(
+            f"tp {tp} does not divide {config.n_heads} query heads and {config.n_kv_heads} KV heads evenly; "
+            f"take one of {', '.join(even)}"
+        )
+
+
+def divides(config: ModelConfig, tp: int) -> bool:
+    """Whether ``tp`` devices get equal shares of the heads; KV heads may be copied instead."""
+    return config.n_heads % tp == 0 and (config.n_kv_heads % tp == 0 or tp % config.n_kv_heads == 0)
+
+
 def kv_share(config: ModelConfig, tp: int) -> float:
     """The part of the KV cache that each of ``tp`` devices holds: ``max(n_kv / tp, 1) / n_kv``; a latent one whole."""
     if config.mla is not None:
@@ -84,7 +100,8 @@ def fit(
         RequestError: sizes below 1, a context beyond the model's, a utilisation outside (0, 1],
             or weights that alone do not fit, with how many devices would hold them.
     """
-    check_sizes(context=context, tp=tp, block=block)
+    check_sizes(context=context, block=block)
+    check_tp(config, tp)
     if context > config.context:
         raise RequestError(f"context {context} is beyond the model's {config.context}")
     if not 0 < utilisation <= 1:
@@ -92,7 +109,8 @@ def fit(
     usable = memory * utilisation
     weights = arithmetic.weight_bytes(config, dtype) / tp
     if weights >= usable:
-        devices = math.ceil(weights * tp / usable)
+        least = math.ceil(weights * tp / usable)
+        devices = next((n for n in range(least, config.n_heads + 1) if divides(config, n)), least)
         raise RequestError(
             f"the weights take {weights / 1e9:.1f} GB a device in {dtype} and {usable / 1e9:.1f} GB may be used: "
             f"take at least {devices} devices (--tp {devices}) or a smaller dtype"

@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity, hardware
+from nanoinfer.theory.curves import OperatorCurves
 from nanoinfer.theory.parameters import (
     Matrix,
     bytes_per_element,
@@ -34,12 +35,16 @@ Bound = Literal["compute", "memory", "launch", "link"]
 
 #: Operators of one layer of our models beside its matrix products: norms, rotation, attention, cache, residuals.
 SMALL_OPERATORS = {"gpt2": 18, "llama": 44}
+#: What is left of them once a compiler has fused them: two norms, the rotation, the activation.
+FUSED_OPERATORS = 4
 
 
 class Ceilings(Protocol):
     """What a calibration offers; :class:`nanoinfer.measure.calibration.Calibration` is one."""
 
-    device_name: str
+    @property
+    def device_name(self) -> str:
+        """What it is."""
 
     @property
     def read_bandwidth(self) -> float:
@@ -60,7 +65,8 @@ class Machine:
     """The rates to predict with: FLOP/s, bytes/s, seconds.
 
     ``linear`` holds measured ``(rows, FLOP/s)`` of products whose weights come from memory; where it is
-    empty, a product runs at ``peak`` or at ``bandwidth``, whichever is slower. ``link`` is bytes/s one way
+    empty, a product runs at ``peak`` or at ``bandwidth``, whichever is slower. ``curves``, timings of one
+    model's own operators, take the place of all rates for that model. ``link`` is bytes/s one way
     to each neighbour and ``alpha`` the seconds that one collective costs however small it is.
     """
 
@@ -71,6 +77,7 @@ class Machine:
     launch_s: float = 0.0
     linear_launch_s: float = 0.0
     linear: tuple[tuple[int, float], ...] = ()
+    curves: OperatorCurves | None = None
     link: float | None = None
     alpha: float = 8e-6
 
@@ -78,8 +85,8 @@ class Machine:
     def datasheet(cls, name: str, dtype: str = "bfloat16", launch_s: float = 0.0) -> Machine:
         """A device's dense peak and bandwidth as its vendor states them. Raises :class:`DeviceError`.
 
-        Without ``launch_s`` this is the roofline itself, as if operators cost nothing to start; eager
-        PyTorch on a GPU pays some 4 microseconds for each.
+        Without ``launch_s`` this is the roofline itself, as if small operators were fused and nothing
+        cost time to start; eager PyTorch on a GPU pays some 4 microseconds for each operator.
         """
         device = hardware.device(name)
         link = device.link.gbs_one_way * 1e9 if device.link is not None and device.link.gbs_one_way else None
@@ -184,11 +191,10 @@ def _step(
     context: int,
     tp: int,
 ) -> Step:
-    check_sizes(batch=batch, context=context, tp=tp)
+    check_sizes(batch=batch, context=context)
     if context > config.context:
         raise RequestError(f"context {context} is beyond the model's {config.context}")
-    if config.n_heads % tp or (config.n_kv_heads % tp and tp % config.n_kv_heads):
-        raise RequestError(f"tp {tp} does not divide {config.n_heads} query heads and {config.n_kv_heads} KV heads")
+    capacity.check_tp(config, tp)
     element = bytes_per_element(machine.dtype)
     rows = batch * new
     products: dict[str, Operator] = {}
@@ -209,6 +215,9 @@ def _product(matrix: Matrix, machine: Machine, rows: int, element: int, tp: int)
     flops = 2.0 * rows * matrix.used * matrix.rows * matrix.columns / tp
     weights = touched * matrix.size * element / tp
     nbytes = weights + rows * matrix.used * (matrix.rows / tp + matrix.columns) * element
+    side = _side(machine, flops, nbytes)
+    if machine.curves is not None and tp == 1:
+        return Operator(matrix.name, flops, nbytes, 1, machine.curves.products[matrix.name].at(rows), side)
     if machine.linear:
         arithmetic_s = flops / machine.linear_rate(max(1, round(rows * matrix.used / touched)))
         return Operator(
@@ -236,6 +245,9 @@ def _attention(
         flops = float(batch * (arithmetic.prefill_flops(config, new, last_only=False) - linear))
     nbytes = arithmetic.kv_bytes(config, batch, context, machine.dtype) * capacity.kv_share(config, tp)
     compute, memory = flops / tp / machine.peak, nbytes / machine.bandwidth
+    if machine.curves is not None and tp == 1:
+        seconds = config.n_layers * machine.curves.attention(batch, new, context)
+        return Operator("attention", flops, nbytes, config.n_layers, seconds, _side(machine, flops, nbytes))
     launch = config.n_layers * machine.launch_s
     return Operator(
         "attention", flops / tp, nbytes, config.n_layers, max(compute, memory) + launch, _bound(compute, memory, launch)
@@ -244,9 +256,14 @@ def _attention(
 
 def _small(config: ModelConfig, machine: Machine, rows: int, element: int) -> Operator:
     """Norms, rotation, activation and residuals: no products, all bytes and launches."""
-    calls = config.n_layers * SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
+    eager = SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
+    calls = config.n_layers * (eager if machine.launch_s else FUSED_OPERATORS)
     # Each operator reads and writes one activation; most are of the model's width.
     nbytes = 2.0 * calls * rows * config.d_model * element
+    if machine.curves is not None:
+        # One layer more stands for what a step does once: embedding, last norm, choice of the token.
+        seconds, least = ((config.n_layers + 1) * machine.curves.rest.at(n) for n in (rows, 1))
+        return Operator("small operators", 0.0, nbytes, calls, seconds, "launch" if seconds < 2 * least else "memory")
     memory, launch = nbytes / machine.bandwidth, calls * machine.launch_s
     return Operator("small operators", 0.0, nbytes, calls, memory + launch, "launch" if launch > memory else "memory")
 

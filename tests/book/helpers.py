@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,9 @@ def write(root: Path, name: str, cells: Cells, parameters: str = PARAMETERS) -> 
 def copy_book(target: Path, chapters: list[str]) -> None:
     """Copy the real configuration and pages, with a table of contents of these chapters."""
     shutil.copytree(ROOT / "book", target / "book")
+    for page in (target / "book").glob("*.md"):  # the real chapters are not there to be linked to
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"\[([^\]]*)\]\(\.\./notebooks/[^)]*\)", r"\1", text), encoding="utf-8")
     shutil.copy2(ROOT / "_config.yml", target)
     lines = [f"      - file: notebooks/{name}" for name in chapters]
     toc = "format: jb-book\nroot: book/preface\nparts:\n  - caption: All\n    chapters:\n"

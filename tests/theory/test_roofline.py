@@ -48,10 +48,11 @@ def test_the_batch_where_a_product_turns_from_memory_to_arithmetic() -> None:
 
 
 def test_launches_add_up() -> None:
-    eager = Machine.datasheet("H100", "bfloat16", launch_s=4e-6)
-    extra = decode_step(SMOL, eager, 1, 64).seconds - decode_step(SMOL, H100, 1, 64).seconds
-    calls = sum(op.calls for op in decode_step(SMOL, H100, 1, 64).operators)
-    assert extra == pytest.approx(4e-6 * calls, rel=1e-9)
+    eager, slow = (Machine.datasheet("H100", "bfloat16", launch_s=s) for s in (4e-6, 8e-6))
+    steps = [decode_step(SMOL, machine, 1, 64) for machine in (eager, slow)]
+    calls = sum(op.calls for op in steps[0].operators)
+    assert calls == 30 * (7 + 1 + 44) + 1  # products, attention and small operators of 30 layers, and the head
+    assert steps[1].seconds - steps[0].seconds == pytest.approx(4e-6 * calls, rel=1e-6)
     assert decode_step(SMOL, eager, 1, 64).bound == "launch"
 
 

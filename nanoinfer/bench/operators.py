@@ -1,0 +1,248 @@
+"""Time a model's operators one by one, to predict its steps without running one.
+
+What is timed is the real code: the model's own linear layers in their order, so that weights
+come from memory; its attention over caches of several sizes; and a layer whose products are
+replaced by stubs, which leaves norms, rotation, activation, cache writes and Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.measure.clock import timed
+from nanoinfer.measure.machine import describe_machine
+from nanoinfer.models import attention as attention_module
+from nanoinfer.models.attention import attend
+from nanoinfer.models.fetch import cache_dir
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.models.registry import LoadedModel
+from nanoinfer.theory.curves import Curve, OperatorCurves
+from nanoinfer.theory.parameters import head_matrix, layer_matrices
+from nanoinfer.theory.roofline import Machine
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BATCHES = (1, 4, 16, 32)
+CONTEXTS = (16, 256, 2048)
+PREFILLS = (16, 64, 256, 1024)
+#: Enough layers that keys and values come from memory and not from the processor's cache.
+ATTENTION_BYTES = 2**28
+KEEP_S = 24 * 3600  # machines drift
+
+
+def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
+    """Time the operators of a loaded model; some ten seconds for a small one on a laptop.
+
+    Args:
+        loaded: a model of ours, on any device, in any dtype.
+        repeats: calls behind each point, of which the median counts; one more warms up.
+    """
+    device = next(loaded.model.parameters()).device
+    with torch.inference_mode():
+        products = _products(loaded.model, device, repeats)
+        decode = _decode_attention(loaded, device, repeats)
+        prefill = _prefill_attention(loaded, device, repeats)
+        rest = _rest(loaded, device, repeats, decode)
+    return OperatorCurves(products, decode, prefill, rest)
+
+
+def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
+    """The machine at hand, as this model meets it: to be handed to :mod:`nanoinfer.theory.roofline`.
+
+    Timings are kept in the user's cache for a day; ``fresh`` takes them again. Peak and bandwidth are
+    those of the fastest product: what this model's own operators reach, below what the machine could do.
+    """
+    config = loaded.model.config
+    weight = next(loaded.model.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    curves = None if fresh else _load(_path(loaded, dtype))
+    if curves is None:
+        curves = measure_operators(loaded)
+        _store(_path(loaded, dtype), curves)
+    matrices = [m for m in (*layer_matrices(config, 0), head_matrix(config)) if m.name in curves.products]
+    sizes = [(m.rows * m.columns, curves.products[m.name]) for m in matrices]
+    peak = max(2 * n * rows / curve.at(rows) for n, curve in sizes for rows in ROWS)
+    bandwidth = max(n * weight.itemsize / curve.at(1) for n, curve in sizes)
+    return Machine("this machine", dtype, peak, bandwidth, curves=curves)
+
+
+def _path(loaded: LoadedModel, dtype: str) -> Path:
+    """Where the timings of this model, code and machine are kept."""
+    device = next(loaded.model.parameters()).device
+    told, code = describe_machine(), hashlib.sha256()
+    for file in sorted(Path(attention_module.__file__).parent.glob("*.py")):
+        code.update(file.read_bytes())
+    key = [loaded.name, dtype, str(device), torch.__version__, torch.get_num_threads(), told["cpu"], told["gpus"]]
+    digest = hashlib.sha256(json.dumps([key, code.hexdigest()], default=str).encode()).hexdigest()[:16]
+    return cache_dir() / "operators" / f"{digest}.json"
+
+
+def _load(path: Path) -> OperatorCurves | None:
+    """Timings that were stored within a day, or None. A damaged file counts as none."""
+    try:
+        if time.time() - path.stat().st_mtime > KEEP_S:
+            return None
+        return OperatorCurves.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _store(path: Path, curves: OperatorCurves) -> None:
+    """Keep the timings; a disk that refuses costs the next run ten seconds and nothing else."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(curves.to_json(), encoding="utf-8")
+        part.replace(path)
+
+
+def _seconds(fn: Callable[[], object], device: torch.device, repeats: int) -> float:
+    return statistics.median_low([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
+
+
+#: What :func:`~nanoinfer.theory.parameters.layer_matrices` calls GPT-2's products.
+GPT2_NAMES = {"attn.c_attn": "qkv", "attn.c_proj": "o_proj", "mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"}
+
+
+def _linears(model: GPT2 | Llama) -> list[tuple[str, nn.Linear]]:
+    """All products of all layers, in a step's order, by the table's names."""
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            name = ".".join(path.split(".")[-2:])
+            found.append((GPT2_NAMES.get(name, path.rpartition(".")[2]), module))
+    return found
+
+
+def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[str, Curve]:
+    """Seconds of each product against rows; every pass goes through all layers, as a step does."""
+    layers, embedding = _linears(model), model.wte if isinstance(model, GPT2) else model.embed_tokens
+    head = embedding.weight if model.lm_head is None else model.lm_head.weight
+    found: dict[str, list[float]] = defaultdict(list)
+    for rows in ROWS:
+        widths = {module.in_features for _, module in layers} | {head.shape[1]}
+        inputs = {n: torch.randn(rows, n, device=device).to(head.dtype) for n in widths}
+        passes: list[dict[str, list[float]]] = []
+        for _ in range(repeats + 1):
+            times: dict[str, list[float]] = defaultdict(list)
+            for name, weight, bias in [*((n, m.weight, m.bias) for n, m in layers), ("lm_head", head, None)]:
+                product = partial(F.linear, inputs[weight.shape[1]], weight, bias)
+                times[name].append(timed(product, device)[1])
+            passes.append(times)
+        for name in passes[0]:
+            found[name].append(statistics.median_low([statistics.fmean(p[name]) for p in passes[1:]]))
+    if "qkv" in found:  # GPT-2 computes q, k and v in one product
+        thirds = [seconds / 3 for seconds in found.pop("qkv")]
+        found |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
+    return {name: Curve(ROWS, tuple(seconds)) for name, seconds in found.items()}
+
+
+def _cache(loaded: LoadedModel, batch: int, context: int, device: torch.device) -> ContiguousCache:
+    """A filled cache of as many layers as it takes to outgrow the processor's cache, two at least."""
+    config = loaded.model.config
+    dtype = next(loaded.model.parameters()).dtype
+    one = 2 * batch * config.n_kv_heads * context * config.d_head * dtype.itemsize
+    n_layers = max(2, min(config.n_layers, ATTENTION_BYTES // one))
+    cache = ContiguousCache(replace(config, n_layers=n_layers), batch, context, device, dtype)
+    cache.k.normal_()
+    cache.v.normal_()
+    return cache
+
+
+def _decode_attention(loaded: LoadedModel, device: torch.device, repeats: int) -> dict[int, Curve]:
+    config = loaded.model.config
+    contexts = tuple(c for c in CONTEXTS if c < config.context) + (
+        (config.context,) if config.context < CONTEXTS[-1] else ()
+    )
+    curves = {}
+    for batch in BATCHES:
+        seconds = []
+        for context in contexts:
+            cache = _cache(loaded, batch, context, device)
+            q = torch.randn(batch, config.n_heads, 1, config.d_head, device=device).to(cache.k.dtype)
+
+            seconds.append(_seconds(partial(_attend_all, q, cache), device, repeats) / len(cache.k))
+        curves[batch] = Curve(contexts, tuple(seconds))
+    return curves
+
+
+def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
+    for k, v in zip(cache.k, cache.v, strict=True):
+        attend(q, k, v)
+
+
+def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) -> Curve:
+    config, dtype = loaded.model.config, next(loaded.model.parameters()).dtype
+    sizes = tuple(n for n in PREFILLS if n <= config.context)
+    seconds = []
+    for tokens in sizes:
+        q = torch.randn(1, config.n_heads, tokens, config.d_head, device=device).to(dtype)
+        k, v = (torch.randn(1, config.n_kv_heads, tokens, config.d_head, device=device).to(dtype) for _ in range(2))
+        seconds.append(_seconds(partial(attend, q, k, v), device, repeats + 2))
+    return Curve(sizes, tuple(seconds))
+
+
+class _Stub(nn.Module):
+    """Stands in for a product: hands out a tensor of its shape and computes nothing."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+        self.out: dict[torch.Size, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape not in self.out:
+            self.out[x.shape] = torch.randn(*x.shape[:-1], self.out_features, device=x.device).to(x.dtype)
+        return self.out[x.shape]
+
+
+def _rest(loaded: LoadedModel, device: torch.device, repeats: int, attention: dict[int, Curve]) -> Curve:
+    """A layer without its products, over a short context, less that context's attention."""
+    model, config = loaded.model, loaded.model.config
+    dtype = next(model.parameters()).dtype
+    blocks = [_without_products(b) for b in (model.h if isinstance(model, GPT2) else model.layers)[:8]]
+    few, sizes, seconds = 16, (1, 8, 32, 128, 512), []
+    for rows in sizes:
+        cache = ContiguousCache(config, rows, few, device, dtype)
+        x = torch.randn(rows, 1, config.d_model, device=device).to(dtype)
+        positions = torch.full((rows, 1), few - 1, device=device)
+        extra = (model.rope(positions, dtype),) if isinstance(model, Llama) else ()
+        whole = _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats + 2) / len(blocks)
+        batches = tuple(sorted(attention))
+        alone = Curve(batches, tuple(attention[b].at(few) for b in batches)).at(rows)
+        seconds.append(max(whole - alone, 1e-7))
+    return Curve(sizes, tuple(seconds))
+
+
+def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], cache: ContiguousCache) -> None:
+    cache.length = cache.capacity - 1  # the last slot, again and again
+    for block in blocks:
+        block(x, *extra, cache, None)
+
+
+def _without_products(block: nn.Module) -> nn.Module:
+    """A shallow copy of a layer whose linear parts are stubs; norms keep their weights."""
+    twin = copy.copy(block)
+    twin._modules = dict(block._modules)
+    for name, child in block._modules.items():
+        if isinstance(child, nn.Linear):
+            twin._modules[name] = _Stub(child.out_features)
+        elif child is not None:
+            twin._modules[name] = _without_products(child)
+    return twin

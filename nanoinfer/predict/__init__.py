@@ -1,0 +1,1 @@
+"""What ``nanoinfer predict``, ``fit`` and ``gpus`` say, before anything runs."""

@@ -1,0 +1,171 @@
+"""Prints what the commands worked out. Reads its dict alone, so that text and JSON say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
+
+
+def si(value: float, unit: str) -> str:
+    """Four digits and a prefix: ``16.06 GB``, ``4.48 ms``."""
+    if value == 0:
+        return f"0 {unit}"
+    scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), PREFIXES[-1])
+    shown = value / scale
+    return f"{shown:,.0f} {prefix}{unit}" if shown >= 1000 else f"{shown:.4g} {prefix}{unit}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """First column left, figures right."""
+    table = Table(box=None, pad_edge=False, show_header=any(header))
+    for i, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _print(console: Console, *parts: Table | str) -> None:
+    for part in parts:
+        if isinstance(part, Table):
+            console.print()
+        console.print(Text(part) if isinstance(part, str) else part)
+
+
+def show_predict(console: Console, record: dict[str, Any]) -> None:
+    """The figures, each phase's operators with the reason, and what would change it."""
+    machine, request = record["machine"], record["request"]
+    devices = f"{machine['devices']} x " if machine["devices"] > 1 else ""
+    _print(
+        console,
+        f"{record['model']['name']} on {devices}{machine['name']} ({machine['rates_from']}), {machine['dtype']}, "
+        f"batch {request['batch_rows']:,}, context {request['context_tokens']:,}",
+        _table(("", ""), _figures(record)),
+    )
+    for phase in ("prefill", "decode"):
+        step = record[phase]
+        _print(console, _table((phase, *_OPERATOR[1:]), _operators(step)), step["why"])
+    rows = [("as asked", record["decode"]["seconds"], record["decode"]["tokens_per_s"])]
+    rows += [tuple(change.values()) for change in record["changes"]]
+    header = ("what would change it", "decode step", "tokens/s in all")
+    _print(console, _table(header, [(name, si(s, "s"), f"{rate:,.0f}") for name, s, rate in rows]))
+    _print(console, *record["notes"])
+
+
+def _figures(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    model, machine, request = record["model"], record["machine"], record["request"]
+    prefill, decode, used = record["prefill"], record["decode"], record["used_per_device_bytes"]
+    yield "parameters", f"{model['parameters']:,}"
+    if model["active_parameters"] < model["parameters"]:
+        yield "parameters a token is multiplied by", f"{model['active_parameters']:,}"
+    yield "weights", si(record["weights_bytes"], "B")
+    yield "KV cache per token", f"{record['kv_bytes_per_token']:,} B"
+    yield "KV cache in all", si(record["kv_bytes"], "B")
+    yield "memory used of each device", f"{si(used['total'], 'B')} of {si(machine['memory_bytes'], 'B')}"
+    yield (
+        "peak, bandwidth",
+        f"{si(machine['peak_flops_per_s'], 'FLOP/s')}, {si(machine['bandwidth_bytes_per_s'], 'B/s')}",
+    )
+    yield "ridge", f"{machine['ridge_flops_per_byte']:,.0f} FLOP/B"
+    prompts = f" ({request['batch_rows']:,} prompts at once)" if request["batch_rows"] > 1 else ""
+    yield f"prefill = TTFT{prompts}", si(prefill["seconds"], "s")
+    yield "prefill rate", f"{prefill['input_tokens_per_s']:,.0f} tokens/s"
+    yield "decode step = TPOT", si(decode["seconds"], "s")
+    yield "another row adds", si(decode["another_row_s"], "s")
+    yield "decode rate per request", f"{decode['tokens_per_s_per_request']:,.1f} tokens/s"
+    yield "decode rate in all", f"{decode['tokens_per_s']:,.0f} tokens/s"
+    if (whole := record["generation"]) is not None:
+        yield f"{request['new_tokens']:,} new tokens, prefill included", si(whole["seconds"], "s")
+        yield "rate over all of that, per request", f"{whole['tokens_per_s_per_request']:,.1f} tokens/s"
+        yield "rate over all of that, in all", f"{whole['tokens_per_s']:,.0f} tokens/s"
+    if (price := record["price"]) is not None:
+        both = f"${price['input_usd_per_mtok']:.4g} in, ${price['output_usd_per_mtok']:.4g} out"
+        yield f"per million tokens, at ${price['usd_per_hour_per_device']:g}/h a device, never idle", both
+    if (energy := record["energy"]) is not None:
+        both = f"{energy['joules_per_input_token']:.4g} J in, {energy['joules_per_output_token']:.4g} J out"
+        yield f"energy per token, at most ({energy['watts_per_device']:g} W a device, datasheet)", both
+
+
+_OPERATOR = ("operator", "calls", "FLOPs", "bytes", "FLOP/B", "time", "bound")
+
+
+def _operators(step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for op in step["operators"]:
+        ratio = op["flops_per_byte"]
+        yield (
+            op["name"],
+            f"{op['calls']:,}",
+            si(op["flops"], "FLOP"),
+            si(op["bytes"], "B"),
+            "" if ratio is None else f"{ratio:,.1f}",
+            si(op["seconds"], "s"),
+            op["bound"],
+        )
+    flops, nbytes, ratio = step["flops_per_device"], step["bytes_per_device"], step["flops_per_byte"]
+    total = (si(flops, "FLOP"), si(nbytes, "B"), f"{ratio:,.1f}", si(step["seconds"], "s"), step["bound"])
+    yield ("all, per device", "", *total)
+
+
+def show_fit(console: Console, record: dict[str, Any]) -> None:
+    """What fits, where the bytes go, the reason, and what would change it."""
+    machine, request = record["machine"], record["request"]
+    devices = f"{machine['devices']} x " if machine["devices"] > 1 else ""
+    used = record["used_per_device_bytes"]
+    rows = record["max_batch_rows"]
+    if not rows:
+        where = f"not one row of {request['context_tokens']:,} tokens fits"
+    else:
+        where = f"bytes of each device with {rows:,} rows"
+    figures = [
+        (f"largest batch at {request['context_tokens']:,} tokens a row", f"{rows:,}"),
+        ("longest context of a single row", f"{record['max_context_tokens']:,}"),
+        (f"KV blocks of {request['block_tokens']:,} tokens", f"{record['kv_blocks']:,}"),
+        ("KV cache per token", f"{record['kv_bytes_per_token']:,} B"),
+        ("weights", si(record["weights_bytes"], "B")),
+    ]
+    bytes_rows = [(n.replace("_", " "), si(v, "B"), f"{v / machine['memory_bytes']:.1%}") for n, v in used.items()]
+    _print(
+        console,
+        f"{record['model']['name']} on {devices}{machine['name']}, {machine['dtype']}, "
+        f"{machine['utilisation']:.0%} of {si(machine['memory_bytes'], 'B')} to use",
+        _table(("", ""), figures),
+        _table((where, "", "share"), [*bytes_rows, ("memory", si(machine["memory_bytes"], "B"), "100.0%")]),
+        record["why"],
+        _table(
+            ("what would change it", "largest batch"),
+            [("as asked", f"{rows:,}"), *((c["change"], f"{c['max_batch_rows']:,}") for c in record["changes"])],
+        ),
+    )
+
+
+def show_gpus(console: Console, rows: list[dict[str, Any]]) -> None:
+    """One line a device; an empty cell is a dtype it lacks, ``?`` one without an agreed figure."""
+    dtypes = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4")
+
+    def rate(row: dict[str, Any], dtype: str) -> str:
+        if dtype not in row["dense_tflops"]:
+            return ""
+        return "?" if (value := row["dense_tflops"][dtype]) is None else f"{value:g}"
+
+    console.print(
+        _table(
+            ("device (dense TFLOP/s by dtype; ? unpublished or contested)", "GB", "GB/s", *dtypes, "W", "link"),
+            [
+                (
+                    row["name"],
+                    f"{row['memory_gb']:g}",
+                    f"{row['bandwidth_gb_per_s']:g}",
+                    *(rate(row, dtype) for dtype in dtypes),
+                    "" if row["watts"] is None else f"{row['watts']:g}",
+                    row["link"] or "",
+                )
+                for row in rows
+            ],
+        ),
+    )

@@ -1,0 +1,82 @@
+"""Measured operators: seconds against size, with straight lines in log-log between the points.
+
+A datasheet has one peak and one bandwidth. A real machine has a rate for every shape, so the
+best predictions are put together from operators that were timed one by one. This module only
+holds and interpolates such timings; :mod:`nanoinfer.bench.operators` takes them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at measured sizes, which rise. Flat below the first, in proportion to size beyond the last."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError("a curve needs as many sizes as seconds, and at least one")
+        if list(self.sizes) != sorted(set(self.sizes)) or min(self.sizes) <= 0 or min(self.seconds) <= 0:
+            raise ValueError("a curve's sizes must rise, and sizes and seconds be above 0")
+
+    def at(self, size: float) -> float:
+        """Seconds at ``size``."""
+        if size <= self.sizes[0]:
+            return self.seconds[0]
+        if size >= self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        at = bisect.bisect_right(self.sizes, size)
+        share = math.log(size / self.sizes[at - 1]) / math.log(self.sizes[at] / self.sizes[at - 1])
+        return math.exp((1 - share) * math.log(self.seconds[at - 1]) + share * math.log(self.seconds[at]))
+
+
+@dataclass(frozen=True)
+class OperatorCurves:
+    """One model's operators on one machine, each timed by itself.
+
+    Args:
+        products: by the names of :func:`~nanoinfer.theory.parameters.layer_matrices` and ``lm_head``:
+            seconds of one call against rows, weights coming from memory as in a step.
+        decode_attention: by batch: seconds of one layer against context, one new token a row.
+        prefill_attention: seconds of one layer against tokens, one row.
+        rest: seconds of all else in one layer against rows: norms, rotation, activation, cache, Python.
+    """
+
+    products: Mapping[str, Curve]
+    decode_attention: Mapping[int, Curve]
+    prefill_attention: Curve
+    rest: Curve
+
+    def to_json(self) -> str:
+        """All points, as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> OperatorCurves:
+        """What :meth:`to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        data = json.loads(text)
+
+        def curve(points: Mapping[str, list[float]]) -> Curve:
+            return Curve(tuple(points["sizes"]), tuple(points["seconds"]))
+
+        return cls(
+            {name: curve(points) for name, points in data["products"].items()},
+            {int(batch): curve(points) for batch, points in data["decode_attention"].items()},
+            curve(data["prefill_attention"]),
+            curve(data["rest"]),
+        )
+
+    def attention(self, batch: int, new: int, context: int) -> float:
+        """Seconds of one layer's attention."""
+        if new > 1:
+            return batch * self.prefill_attention.at(context)
+        batches = tuple(sorted(self.decode_attention))
+        return Curve(batches, tuple(self.decode_attention[b].at(context) for b in batches)).at(batch)
