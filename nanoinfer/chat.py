@@ -53,6 +53,12 @@ def render(
         TokenizerError: the template itself does not parse.
         RequestError: the template refuses these messages, or fails on them.
     """
+    given: Any = messages  # it may have come from anywhere
+    if not isinstance(given, list | tuple) or not given:
+        raise RequestError("a conversation is a list of at least one message")
+    for number, message in enumerate(given, start=1):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise RequestError(f"message {number} needs a 'role' and a 'content', both of them texts")
     try:
         compiled = _compile(template)
     except TemplateSyntaxError as error:
@@ -60,7 +66,7 @@ def render(
         raise TokenizerError(f"the model's chat template does not parse ({where})") from None
     try:
         return compiled.render(
-            messages=[dict(message) for message in messages],
+            messages=[dict(message) for message in given],
             add_generation_prompt=add_generation_prompt,
             bos_token=bos_token,
             eos_token=eos_token,

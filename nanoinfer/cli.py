@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,8 @@ def _reason(error: Exception) -> str | None:
         return " ".join(str(error).split())
     if isinstance(error, OSError):  # a full disk, a file that may not be read
         return (error.strerror or str(error)) + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    # torch's allocator for the CPU raises a plain RuntimeError.
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate" in str(error):
         return "out of memory: take a smaller model, a shorter prompt, or --dtype bfloat16"
     return None
 
@@ -369,4 +371,5 @@ def book(profile: Profile = "laptop", fresh: Fresh = False) -> None:
 
 def main() -> None:
     """Entry point of the command ``nanoinfer``."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     app(prog_name="nanoinfer")

@@ -32,6 +32,8 @@ NEEDED = {
     "gguf": "the default model's file",
     "jinja2": "chat templates",
     "huggingface_hub": "models from the hub",
+    "platformdirs": "the place of the model cache",
+    "psutil": "memory figures",
 }
 BOOK = ("papermill", "jupyter_book", "ipywidgets", "matplotlib")
 
@@ -93,8 +95,8 @@ def examine() -> Report:
             _python(),
             torch_check,
             *_packages(),
-            _memory(),
-            _disk(),
+            *([_memory()] if _has("psutil") else []),
+            *([_disk()] if _has("platformdirs") else []),
             *_models(),
             *_gpu(torch_check.ok),
             _compiler(),
@@ -140,13 +142,13 @@ def _memory() -> Check:
 
 
 def _disk() -> Check:
-    import platformdirs
+    from nanoinfer.models.fetch import cache_dir
 
-    folder = Path(platformdirs.user_cache_dir("nanoinfer"))
+    folder = cache_dir().absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    fix = "make room on the disk of your cache folder"
+    fix = "make room there, or point NANOINFER_CACHE at a folder on another disk"
     return Check("free disk for models", free >= LEAST_DISK, f"{free / GIB:.1f} GiB (2 are enough)", fix)
 
 

@@ -9,14 +9,28 @@ so what a seeded request says never depends on its neighbours in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nanoinfer.errors import RequestError
+
+WHOLE = ("max_tokens", "top_k", "seed", "logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+Kind = tuple[type, Callable[[Any], int | float], str]
+WHOLE_NUMBER: Kind = (Integral, int, "whole number")
+NUMBER: Kind = (Real, float, "number")
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """Callers pass nothing, one, or a list of any kind."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return () if value is None else (value,)
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -60,26 +74,30 @@ class SamplingParams:
     on_full: Literal["stop", "crop"] = "stop"
 
     def __post_init__(self) -> None:
-        stop: object = self.stop  # callers pass a single text or a list as well
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+        for name in ("stop", "stop_ids"):
+            object.__setattr__(self, name, _several(getattr(self, name)))
+        for name in (*WHOLE, *NUMBERS):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise RequestError(f"{name} must be a whole number, got {value!r}")
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            kind, plain, wanted = NUMBER if name in NUMBERS else WHOLE_NUMBER
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise RequestError(f"{name} must be a {wanted}, got {value!r}")
+            object.__setattr__(self, name, plain(value))  # numpy's numbers too
         checks: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0.0 <= self.temperature < math.inf, "at least 0"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "at least 0 and finite"),
             ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
             ("top_p", 0.0 <= self.top_p <= 1.0, "between 0 and 1 (1 is off)"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1 (0 is off)"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "between 0.001 and 1000 (1 is off)"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 1e3, "between -1000 and 1000 (0 is off)"),
+            ("presence_penalty", abs(self.presence_penalty) <= 1e3, "between -1000 and 1000 (0 is off)"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit number"),
             ("on_full", self.on_full in ("stop", "crop"), "'stop' or 'crop'"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty texts"),
+            ("stop_ids", all(isinstance(i, Integral) for i in self.stop_ids), "token ids"),
         )
         for name, ok, wanted in checks:
             if not ok:
@@ -154,8 +172,10 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     All temperatures must be above 0. Only rows that filter are sorted; what a row gets does not
     depend on the others.
     """
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
-    # The largest logit is taken off first, or a tiny temperature would overflow to inf - inf.
+    # The largest logit is taken off first, or a tiny temperature would overflow to inf - inf; and one that
+    # fp32 cannot hold would be 0.
+    least = torch.finfo(torch.float32).tiny
+    temperature = torch.tensor([max(p.temperature, least) for p in params], device=logits.device)[:, None]
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     rows = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
     probs = scaled.softmax(dim=-1)
@@ -163,7 +183,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return probs
     vocab = logits.shape[-1]
     index = torch.tensor(rows, device=logits.device)
-    column = [[params[i].top_k or vocab, params[i].top_p, params[i].min_p] for i in rows]
+    column = [[min(params[i].top_k or vocab, vocab), params[i].top_p, params[i].min_p] for i in rows]
     top_k, top_p, min_p = torch.tensor(column, dtype=torch.float32, device=logits.device).T[:, :, None]
     ordered, ids = scaled[index].sort(dim=-1, descending=True, stable=True)  # stable: ties go to the lowest id
     ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -math.inf)

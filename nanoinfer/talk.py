@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.errors import ModelError, RequestError, TokenizerError
 from nanoinfer.measure import machine, metrics
 
 if TYPE_CHECKING:
@@ -92,6 +92,10 @@ def fit_history(engine: Engine, messages: list[dict[str, str]], max_tokens: int)
             f"{engine.loaded.name} has no chat template; use `nanoinfer generate`, or chat with smollm2-135m"
         )
     room, first = engine.config.context - max_tokens, int(messages[0]["role"] == "system")
+    if room < 1:
+        raise RequestError(
+            f"--max-tokens {max_tokens} leaves no room for a message: the context is {engine.config.context} tokens"
+        )
     kept, ids = list(messages), engine.tokenizer.encode_chat(messages)
     while len(ids) > room:
         if len(kept) - first < 2:
@@ -115,7 +119,7 @@ def converse(engine: Engine, params: SamplingParams, system: str | None = None) 
             messages.append({"role": "user", "content": text})
             try:
                 reply = stream(engine, fit_history(engine, messages, params.max_tokens), params)
-            except RequestError as error:
+            except (RequestError, TokenizerError) as error:
                 say(f"nanoinfer: {error}")
                 messages.pop()
                 continue

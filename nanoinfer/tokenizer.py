@@ -313,7 +313,7 @@ class Tokenizer:
 def gguf_eos_ids(meta: Mapping[str, Any]) -> frozenset[int]:
     """Every id that a GGUF header says ends a sequence, a turn or a message."""
     ends = (meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
-    return frozenset(end for end in ends if end is not None)
+    return frozenset(end for end in ends if isinstance(end, int))
 
 
 class Detokenizer:

@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error}); fetch it again") from None
     if not isinstance(data, dict):
         raise TokenizerError(f"{path}: expected a JSON object; fetch it again")
@@ -111,5 +111,8 @@ def eos_ids_of_folder(folder: Path) -> frozenset[int]:
     """``eos_token_id``, an int or a list, of generation_config.json or else of config.json."""
     for file in ("generation_config.json", "config.json"):
         if (found := read_json(folder / file).get("eos_token_id")) is not None:
-            return frozenset(found if isinstance(found, list) else [found])
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(end, int) for end in ids):
+                raise TokenizerError(f"{folder / file}: eos_token_id holds {found!r}, no token ids; fetch it again")
+            return frozenset(ids)
     return frozenset()

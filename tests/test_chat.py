@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nanoinfer.chat import render
@@ -50,7 +52,7 @@ def test_template_and_tokenizer_both_write_bos() -> None:
 
 
 def test_helpers() -> None:
-    assert render("{{ messages | tojson }}", [{"role": "é<"}]) == '[{"role": "é<"}]'
+    assert render("{{ messages | tojson }}", [{"role": "é<", "content": ""}]) == '[{"role": "é<", "content": ""}]'
     assert (
         render("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}", USER) == "hi\n"
     )
@@ -69,6 +71,19 @@ def test_errors_are_one_clear_line() -> None:
         render("{{ raise_exception('roles must alternate') }}", USER)
     with pytest.raises(RequestError, match="refuses these messages"):
         render("{{ messages[0].content + 1 }}", USER)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *([], None, "hi", {}, [{}], [5], [{"role": "user"}], [{"content": "x"}]),
+        [{"role": "user", "content": None}],
+        [*USER, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    ],
+)
+def test_messages_that_are_none(messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"conversation is a list|message \d needs a 'role' and a 'content'"):
+        render("{% for m in messages %}{{ m.content }}{% endfor %}", messages)
 
 
 @pytest.mark.parametrize(

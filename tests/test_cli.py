@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import nanoinfer
 from nanoinfer import cli, talk
-from nanoinfer.errors import ChapterError, ModelError, NanoinferError, RequestError
+from nanoinfer.errors import ChapterError, ModelError, NanoinferError, RequestError, TokenizerError
 
 TINY = "random:tiny-gpt2"
 
@@ -120,6 +120,7 @@ def test_usage_errors_exit_with_2() -> None:
             "nanoinfer: No space left on device: weights.part\n",
         ),
         (MemoryError(), 1, "nanoinfer: out of memory: "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "nanoinfer: out of memory: "),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -255,6 +256,11 @@ def test_history_keeps_the_system_message() -> None:
     assert [m["role"] for m in messages] == ["system", "user"]
 
 
+def test_an_answer_that_leaves_no_room() -> None:
+    with pytest.raises(RequestError, match="--max-tokens 20 leaves no room for a message: the context is 20 tokens"):
+        talk.fit_history(fake_engine(), [message("user", "x")], 20)
+
+
 def test_a_message_that_cannot_fit_is_refused() -> None:
     with pytest.raises(RequestError, match="takes 21 tokens and only 10 fit"):
         talk.fit_history(fake_engine(), [message("user", "x" * 21)], 10)
@@ -283,6 +289,33 @@ def test_chat_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout == "yes\nyes\n"
     assert asked == [5, 13]  # the refused message is forgotten, the first turn is not
     assert "takes 30 tokens and only 16 fit" in result.stderr
+
+
+def test_a_line_that_is_not_text_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(engine: Any, ids: list[int], params: Any) -> str:
+        print("yes")
+        return "yes"
+
+    engine = fake_engine()
+    plain = engine.tokenizer.encode_chat
+
+    def encode(messages: list[dict[str, str]]) -> list[int]:
+        if "bad" in messages[-1]["content"]:
+            raise TokenizerError("the text is not valid Unicode")
+        return list(plain(messages))
+
+    engine.tokenizer.encode_chat = encode
+    monkeypatch.setattr(nanoinfer, "load", lambda *a, **k: engine, raising=False)
+    monkeypatch.setattr(talk, "stream", reply)
+    result = run("chat", "fake", "--max-tokens", "4", stdin="bad\ngood\n")
+    assert (result.exit_code, result.stdout) == (0, "yes\n")
+    assert "nanoinfer: the text is not valid Unicode\n" in result.stderr
+
+
+def test_a_warning_is_one_line() -> None:
+    code = "import warnings, nanoinfer.cli as c; c.app = lambda **k: warnings.warn('two\\nlines'); c.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "warning: two lines\n"
 
 
 def test_ctrl_c_ends_a_chat_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import getpass
 import json
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -64,14 +65,24 @@ def test_a_machine_without_torch_still_gets_its_report(monkeypatch: pytest.Monke
 
 
 def test_scarce_memory_and_disk_are_said_but_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 28, total=1 << 30))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     checks = {check.name: check for check in doctor.examine().checks}
     assert (checks["free memory"].ok, checks["free memory"].detail[:7]) == (False, "0.2 GiB")
     assert not checks["free disk for models"].ok
     assert doctor.examine().ok
+
+
+def test_the_disk_looked_at_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Path] = []
+
+    def usage(folder: Path) -> SimpleNamespace:
+        asked.append(folder)
+        return SimpleNamespace(free=1 << 40)
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", usage)
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "not" / "yet"))
+    assert doctor._disk().ok and asked == [tmp_path]
 
 
 def test_what_is_optional_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,6 +93,17 @@ def test_top_k_ties_keep_k_and_the_lowest_ids() -> None:
 
 def test_tiny_temperature_is_greedy_and_finite() -> None:
     assert kept(SamplingParams(temperature=1e-30)) == {1: 1.0}
+
+
+def test_a_temperature_that_fp32_cannot_hold_is_greedy() -> None:
+    for temperature in (1e-40, 1e-50, 5e-324):
+        assert draws(SamplingParams(temperature=temperature, seed=1), 5).tolist() == [1] * 5
+
+
+def test_settings_are_plain_numbers_and_tuples_whatever_came() -> None:
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), stop=None, stop_ids=7)  # type: ignore[arg-type]
+    assert (type(params.max_tokens), type(params.temperature)) == (int, float)
+    assert (params.max_tokens, params.temperature, params.stop, params.stop_ids) == (3, 0.5, (), (7,))
 
 
 def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
@@ -207,6 +219,14 @@ def test_logprobs_are_the_models_own() -> None:
         ("frequency_penalty", math.inf),
         ("logprobs", -1),
         ("stop", ("",)),
+        ("stop", 5),
+        ("stop_ids", ("a",)),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_p", True),
+        ("max_tokens", None),
+        ("repetition_penalty", 1e-300),
+        ("frequency_penalty", 1e300),
         ("on_full", "wrap"),
     ],
 )

@@ -1,14 +1,14 @@
-"""Time a model's operators one by one, to predict its steps without running one.
+"""Time a model's operators one by one, to predict steps of any batch, context and phase.
 
-What is timed is the real code: the model's own linear layers in their order, so that weights
-come from memory; its attention over caches of several sizes; and a layer whose products are
-replaced by stubs, which leaves norms, rotation, activation, cache writes and Python.
+What is timed is the real code: each product by itself, through all layers in their order so that weights
+come from memory; attention by itself over caches of several sizes; and a pass through the layers over a
+short context. What the pass takes beyond its parts is norms, rotation, activation, cache writes, Python,
+and what operators cost each other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import os
@@ -41,6 +41,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 BATCHES = (1, 4, 16, 32)
 CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
+REST_ROWS = (1, 4, 16, 64, 256, 1024)
+SHORT = 16  # the context at which whole layers are timed
 #: Enough layers that keys and values come from memory and not from the processor's cache.
 ATTENTION_BYTES = 2**28
 KEEP_S = 24 * 3600  # machines drift
@@ -58,7 +60,7 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
         products = _products(loaded.model, device, repeats)
         decode = _decode_attention(loaded, device, repeats)
         prefill = _prefill_attention(loaded, device, repeats)
-        rest = _rest(loaded, device, repeats, decode)
+        rest = _rest(loaded, device, repeats, products, decode)
     return OperatorCurves(products, decode, prefill, rest)
 
 
@@ -198,51 +200,27 @@ def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) 
     return Curve(sizes, tuple(seconds))
 
 
-class _Stub(nn.Module):
-    """Stands in for a product: hands out a tensor of its shape and computes nothing."""
-
-    def __init__(self, out_features: int) -> None:
-        super().__init__()
-        self.out_features = out_features
-        self.out: dict[torch.Size, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape not in self.out:
-            self.out[x.shape] = torch.randn(*x.shape[:-1], self.out_features, device=x.device).to(x.dtype)
-        return self.out[x.shape]
-
-
-def _rest(loaded: LoadedModel, device: torch.device, repeats: int, attention: dict[int, Curve]) -> Curve:
-    """A layer without its products, over a short context, less that context's attention."""
+def _rest(
+    loaded: LoadedModel, device: torch.device, repeats: int, products: dict[str, Curve], attention: dict[int, Curve]
+) -> Curve:
+    """A layer as it runs among others, less its products and its attention as they ran alone."""
     model, config = loaded.model, loaded.model.config
     dtype = next(model.parameters()).dtype
-    blocks = [_without_products(b) for b in (model.h if isinstance(model, GPT2) else model.layers)[:8]]
-    few, sizes, seconds = 16, (1, 8, 32, 128, 512), []
-    for rows in sizes:
-        cache = ContiguousCache(config, rows, few, device, dtype)
+    blocks = list(model.h if isinstance(model, GPT2) else model.layers)
+    batches, seconds = tuple(sorted(attention)), []
+    for rows in REST_ROWS:
+        cache = ContiguousCache(config, rows, SHORT, device, dtype)
         x = torch.randn(rows, 1, config.d_model, device=device).to(dtype)
-        positions = torch.full((rows, 1), few - 1, device=device)
+        positions = torch.full((rows, 1), SHORT - 1, device=device)
         extra = (model.rope(positions, dtype),) if isinstance(model, Llama) else ()
-        whole = _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats + 2) / len(blocks)
-        batches = tuple(sorted(attention))
-        alone = Curve(batches, tuple(attention[b].at(few) for b in batches)).at(rows)
-        seconds.append(max(whole - alone, 1e-7))
-    return Curve(sizes, tuple(seconds))
+        whole = _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats) / len(blocks)
+        multiplied = sum(curve.at(rows) for name, curve in products.items() if name != "lm_head")
+        attended = Curve(batches, tuple(attention[b].at(SHORT) for b in batches)).at(rows)
+        seconds.append(max(whole - multiplied - attended, 1e-6))
+    return Curve(REST_ROWS, tuple(seconds))
 
 
 def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], cache: ContiguousCache) -> None:
     cache.length = cache.capacity - 1  # the last slot, again and again
     for block in blocks:
         block(x, *extra, cache, None)
-
-
-def _without_products(block: nn.Module) -> nn.Module:
-    """A shallow copy of a layer whose linear parts are stubs; norms keep their weights."""
-    twin = copy.copy(block)
-    twin._modules = dict(block._modules)
-    for name, child in block._modules.items():
-        if isinstance(child, nn.Linear):
-            twin._modules[name] = _Stub(child.out_features)
-        elif child is not None:
-            twin._modules[name] = _without_products(child)
-    return twin

@@ -43,7 +43,7 @@ def choose_chapters(root: Path, wanted: list[str] | None) -> dict[str, Path]:
     chosen = set()
     for word in wanted or known:
         stem = Path(word).stem
-        names = [name for name in known if name == stem or (stem.isdigit() and int(name[:2]) == int(stem))]
+        names = [name for name in known if name == stem or (stem.isdecimal() and int(name[:2]) == int(stem))]
         if not names:
             raise ChapterError(f"there is no chapter '{word}': {nearest(stem, known)}")
         chosen.update(names)

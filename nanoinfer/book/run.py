@@ -68,7 +68,7 @@ class ThisPython(AsyncKernelManager):
     def kernel_spec(self) -> KernelSpec:
         """ipykernel under ``sys.executable``, deaf to the user's IPython start-up files."""
         return KernelSpec(
-            argv=[sys.executable, "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"],
+            argv=[sys.executable, "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
             display_name="Python 3",
             language="python",
             env={**QUIET, "IPYTHONDIR": str(Path.cwd() / "_build" / "ipython")},
@@ -105,20 +105,23 @@ def run_chapters(
     if profile not in PROFILES:
         raise ChapterError(f"there is no profile '{profile}': {nearest(profile, PROFILES)}")
     sources = {name: (path, read_notebook(path)) for name, path in choose_chapters(root, chapters).items()}
-    settings = dict(PROFILES[profile])
-    if profile == "gpu" and "MODEL" not in (parameters or {}):
+    settings, given = dict(PROFILES[profile]), parameters or {}
+    if profile == "gpu" and "MODEL" not in given:
+        from nanoinfer.models.registry import check_device
+
+        check_device(str(given.get("DEVICE", settings["DEVICE"])))  # before the hub is asked for anything
         settings["MODEL"] = _gpu_model()
-    plans = {
-        name: _plan(name, notebook, settings, parameters or {}, profile) for name, (_, notebook) in sources.items()
-    }
+    plans = {name: _plan(name, notebook, settings, given, profile) for name, (_, notebook) in sources.items()}
+    stale = [name for name, (path, _) in sources.items() if fresh or not _is_current(root, name, path, plans[name])]
+    _refuse_what_cannot_run([plans[name] for name in stale])
 
     log, seconds = root / "_build" / "run.json", _seconds_of_last_runs(root)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{len(plans)} chapters, profile {profile}, on {sys.executable} (Python {platform.python_version()})")
     outcomes: list[Outcome] = []
-    for name, (path, notebook) in sources.items():
+    for name, (_, notebook) in sources.items():
         expected = seconds.get(profile, {}).get(name) or _minutes(notebook, profile)
-        if not fresh and _is_current(root, name, path, plans[name]):
+        if name not in stale:
             outcome = Outcome(name, "fresh", 0.0, plans[name])
             console.print(f"{name}: unchanged since its last run")
         else:
@@ -162,6 +165,19 @@ def _is_current(root: Path, name: str, path: Path, plan: Mapping[str, Any]) -> b
     return record.get("parameters") == dict(plan) and record.get("python") == platform.python_version()
 
 
+def _refuse_what_cannot_run(plans: list[dict[str, Any]]) -> None:
+    """A model, device or dtype that is not there is said now, and not by a cell with a traceback."""
+    if not plans:
+        return
+    from nanoinfer.models.registry import check_dtype, find_model
+
+    for plan in plans:
+        if "MODEL" in plan:
+            find_model(plan["MODEL"])
+        if "DEVICE" in plan:
+            check_dtype(plan["DEVICE"], plan.get("DTYPE", "float32"))
+
+
 def _gpu_model() -> str:
     """GPT-2 XL's real weights if this machine has or can reach them, else its shape."""
     from huggingface_hub import hf_hub_download
@@ -199,11 +215,10 @@ def _run_one(
     done, failed = executed_path(root, name), root / "_build" / "failed" / f"{name}.ipynb"
     for path in (running, done, failed):
         path.parent.mkdir(parents=True, exist_ok=True)
-    done.unlink(missing_ok=True)  # from here on, an old copy would lie about this source
     failed.unlink(missing_ok=True)
     source = source_hash(root, notebook)  # taken now: an edit while the chapter runs makes it stale
     where, start = _Where(notebook), time.perf_counter()
-    error: BaseException | None = None
+    error: Exception | None = None
     with _live_line(console, name, expected):
         for attempt in (1, 2):
             try:
@@ -222,6 +237,7 @@ def _run_one(
         _finish(running, done, source, plan)
         console.print(f"{name}: done in {seconds:.1f} s")
         return Outcome(name, "done", seconds, plan)
+    done.unlink(missing_ok=True)  # a run that fails takes the old copy's place; one that is broken off loses nothing
     if running.is_file():
         shutil.move(running, failed)
     reason, detail = _explain(error)
@@ -257,7 +273,7 @@ def _execute(root: Path, notebook: NotebookNode, running: Path, plan: dict[str, 
     )
 
 
-def _explain(error: BaseException) -> tuple[str, str]:
+def _explain(error: Exception) -> tuple[str, str]:
     """An error in one line, and in a block for the log, without terminal colours."""
     if isinstance(error, PapermillExecutionError):
         line = f"{error.ename}: {error.evalue}".strip().splitlines()[0]
@@ -337,5 +353,9 @@ def _write_log(path: Path, profile: str, outcomes: list[Outcome], seconds: dict[
         "chapters": [asdict(outcome) for outcome in outcomes],
         "seconds": seconds,
     }
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ChapterError(f"{path}: cannot be written ({error.strerror})") from None

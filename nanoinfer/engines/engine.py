@@ -6,9 +6,10 @@ and it is :meth:`Generation._run`.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -68,9 +69,12 @@ class Engine(ABC):
     ) -> list[Request]:
         scheduled = now()
         many = _as_list(prompts)
-        settings = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        params = SamplingParams() if params is None else params
+        settings: list[Any] = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(settings) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(settings)} SamplingParams: give one for all, or one each")
+        if odd := [setting for setting in settings if not isinstance(setting, SamplingParams)]:
+            raise RequestError(f"settings are given as SamplingParams(...), not as {type(odd[0]).__name__}")
         requests = []
         for index, (prompt, setting) in enumerate(zip(many, settings, strict=True)):
             ids = self.encode(prompt)
@@ -86,7 +90,11 @@ class Engine(ABC):
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a text gets the begin-of-sequence id that its tokenizer adds."""
         if not isinstance(prompt, str):
-            return [int(i) for i in prompt]
+            given: Any = prompt
+            try:
+                return [operator.index(i) for i in given]
+            except TypeError:
+                raise RequestError("a prompt is a text or a list of whole numbers, the token ids") from None
         if self.tokenizer is None:
             raise RequestError(f"{self.loaded.name} has no tokenizer here: give prompts as token ids")
         if not prompt:
@@ -107,6 +115,7 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Stop now; unfinished requests end as cancelled."""
         self._events.close()
+        self._abandon("cancelled")
 
     @property
     def completions(self) -> list[Completion]:
@@ -124,6 +133,7 @@ class Generation(Iterator[Event]):
                 with torch.inference_mode():
                     forward = forward or self.engine.start(running)
                     logits = forward(running)
+                    _refuse_nan(logits)
                     tokens = sample(logits, [r.sampler for r in running])
                     _note_logprobs(logits, tokens, running)
                     token_ids = tokens.tolist()  # waits for the device: the time below is when the token is there
@@ -131,11 +141,22 @@ class Generation(Iterator[Event]):
                 for request, token_id in zip(running, token_ids, strict=True):
                     yield request.accept(token_id, t)
         except BaseException as error:
-            for request in self.requests:
-                if request.finish_reason is None:
-                    request.trace.t_end = now()
-                    request.trace.status = "cancelled" if isinstance(error, GeneratorExit) else "error"
+            self._abandon("cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error")
             raise
+
+    def _abandon(self, status: Literal["cancelled", "error"]) -> None:
+        for request in self.requests:
+            if request.trace.t_end is None:
+                request.trace.t_end, request.trace.status = now(), status
+
+
+def _refuse_nan(logits: Tensor) -> None:
+    """No token can be chosen from NaN: an index beyond the vocabulary would come of it."""
+    if not torch.isfinite(logits.amax(dim=-1)).all():
+        raise RequestError(
+            f"the model's logits are not finite (in {str(logits.dtype).removeprefix('torch.')}): "
+            "its weights are damaged, or its numbers too large for the dtype; take bfloat16 or float32"
+        )
 
 
 def _note_logprobs(logits: Tensor, tokens: Tensor, running: list[Request]) -> None:
@@ -154,11 +175,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    given: Any = prompts
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+        raise RequestError(f"a prompt is a text or a list of token ids, not {type(given).__name__}")
+    # Arrays and tensors, of any number of dimensions and in any mixture, as lists.
+    items: list[Any] = [item.tolist() if hasattr(item, "tolist") else item for item in given]
+    if any(isinstance(item, bytes) for item in items):
+        raise RequestError("a prompt is a text or a list of token ids, not bytes; decode them first")
     if not items:
         raise RequestError("no prompt given; give a text, a list of token ids, or a list of those")
     if all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
+        return [items]
     if any(isinstance(item, int) for item in items):
         raise RequestError("prompts mix single ids with whole prompts; give a list of one kind")
-    return items  # type: ignore[return-value]
+    return items

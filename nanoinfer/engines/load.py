@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.naive import NaiveEngine
@@ -12,11 +16,11 @@ ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (NaiveEngi
 
 
 def load(
-    model: str | LoadedModel = "smollm2-135m",
+    model: str | Path | LoadedModel = "smollm2-135m",
     engine: str = "cached",
     *,
-    device: str = "cpu",
-    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
     seed: int = 0,
 ) -> Engine:
     """Load a model and give it an engine.
@@ -33,7 +37,7 @@ def load(
         NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
     """
     if engine not in ENGINES:
-        raise RequestError(f"unknown engine '{engine}'; {nearest(engine, ENGINES)}")
-    if isinstance(model, str):
+        raise RequestError(f"unknown engine '{engine}'; {nearest(str(engine), ENGINES)}")
+    if not isinstance(model, LoadedModel):
         model = load_model(model, device=device, dtype=dtype, seed=seed)
     return ENGINES[engine](model)

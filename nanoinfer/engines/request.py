@@ -125,7 +125,7 @@ class Request:
     def completion(self) -> Completion:
         """The result, once ``finish_reason`` is set."""
         if self.finish_reason is None:
-            raise RuntimeError(f"request {self.index} has not finished")
+            raise RequestError(f"request {self.index} has not finished: iterate over its stream to the end")
         logprobs = None if self.params.logprobs is None else self.logprobs
         return Completion(
             self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logprobs

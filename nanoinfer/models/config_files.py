@@ -246,7 +246,7 @@ def from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     Raises :class:`ModelError` for a family, activation, rope type or kind of layer we do not know.
     """
     file = File(data, where)
-    family = file.need("model_type")
+    family: Any = str(file.need("model_type"))  # damage makes it a list, which no table can look up
     if family == "gpt2":
         return _gpt2(file)
     if family not in _FAMILIES:
@@ -314,7 +314,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: missing; a model folder holds config.json beside its safetensors")
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: damaged ({error}); fetch or copy the file again") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: not a model's config.json; fetch or copy the file again")
@@ -326,10 +326,14 @@ def config_of(name: str) -> ModelConfig:
 
     Raises :class:`ModelError` for a name that is none of these.
     """
-    shape, path = name.removeprefix("random:"), Path(name).expanduser()
-    if shape in SHAPES:
+    if (shape := name.removeprefix("random:")) in SHAPES:
         return SHAPES[shape]
-    if name and path.exists():
+    try:
+        path = Path(name).expanduser()
+        is_there = bool(name) and path.exists()
+    except (OSError, RuntimeError):  # a name too long for a file, or the home of nobody
+        path, is_there = Path(name), False
+    if is_there:
         return config_of_file(path)
     if path.suffix in (".gguf", ".json") or len(path.parts) > 2:
         raise ModelError(f"{path}: no such file or folder")

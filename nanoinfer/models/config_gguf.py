@@ -95,7 +95,7 @@ def from_gguf(meta: Mapping[str, Any], tied: bool, where: str = "GGUF header") -
     Rotary scaling of Llama 3 is not in the header but in the tensor
     ``rope_freqs.weight``; :mod:`nanoinfer.models.gguf_file` hands it to the model.
     """
-    arch = File(meta, where).need("general.architecture")
+    arch = str(File(meta, where).need("general.architecture"))
     if arch not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(f"{where}: architecture '{arch}' is not supported in GGUF files (known: {known})")

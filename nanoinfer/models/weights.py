@@ -46,7 +46,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     try:
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in build(config).state_dict().items()}
-    except (RuntimeError, OverflowError) as error:
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # torch says it in as many ways
         reason = str(error).splitlines()[0]
         raise ModelError(f"no model can have this shape ({reason}); is its config or header damaged?") from None
 
@@ -112,7 +112,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         return {name: Entry(path, name, info["dtype"], tuple(info["shape"])) for name, info in header.items()}
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}); {again}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise ModelError(f"{path}: damaged safetensors header; {again}") from None
 
 
@@ -155,7 +155,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
         shards = dict.fromkeys(weight_map.values())
         if any(Path(name).name != name for name in shards):
             raise ValueError("a shard lies outside the folder")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{index}: damaged index ({error}); fetch or copy the file again") from None
     entries: dict[str, Entry] = {}
     for shard in shards:
@@ -189,6 +189,8 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
         if name in entries:
             raise ModelError(f"{entry.file}: tensors '{entries[name].key}' and '{key}' are the same weight; keep one")
         entries[name] = entry
+    if config.n_layers > len(entries):  # before anyone builds that many
+        raise ModelError(f"{folder}: config.json has {config.n_layers} layers, the weights {len(entries)} tensors")
     embedding = EMBEDDING[config.family]
     head = entries.pop(HEAD, None) if config.tied else None
     if head is not None and embedding not in entries:  # a saver may keep a shared matrix under its second name

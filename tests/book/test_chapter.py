@@ -28,6 +28,8 @@ def test_chapters_are_chosen_by_name_or_number_in_reading_order(tmp_path: Path) 
     assert list(choose_chapters(tmp_path, ["5", "01_naive_baseline.ipynb"])) == ["01_naive_baseline", "05_the_kv_cache"]
     with pytest.raises(ChapterError, match="no chapter '05_kv_cache': did you mean '05_the_kv_cache'"):
         choose_chapters(tmp_path, ["05_kv_cache"])
+    with pytest.raises(ChapterError, match="no chapter '²'"):
+        choose_chapters(tmp_path, ["²"])
     with pytest.raises(ChapterError, match="no chapters in"):
         choose_chapters(tmp_path / "book", None)
 

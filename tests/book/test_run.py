@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer.book.chapter import read_notebook
+from nanoinfer.book.chapter import executed_path, read_notebook
 from nanoinfer.book.run import run_chapters
-from nanoinfer.errors import ChapterError
+from nanoinfer.errors import ChapterError, NanoinferError
 from tests.book.helpers import PARAMETERS, write
 
 
@@ -105,15 +105,42 @@ def test_a_dead_kernel_is_tried_once_more(tmp_path: Path, capsys: pytest.Capture
         ("smoke", {"MODLE": "x"}, "01_a has no parameter 'MODLE': did you mean 'MODEL'"),
         ("smoke", {"SEED": "abc"}, "01_a: parameter SEED takes a whole number"),
         ("smoke", {"PROFILE": "gpu"}, "use --profile"),
+        ("smoke", {"MODEL": "smolm2"}, "unknown model 'smolm2'.*did you mean 'smollm2-135m'"),
+        ("smoke", {"DEVICE": "gpu"}, "unknown device 'gpu'"),
+        ("smoke", {"DTYPE": "int8"}, "unknown dtype 'int8'"),
+        ("gpu", {"DEVICE": "cuda:x"}, "unknown device 'cuda:x'"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_runs(
     tmp_path: Path, profile: str, given: dict[str, object], message: str
 ) -> None:
     write(tmp_path, "01_a", [])
-    with pytest.raises(ChapterError, match=message):
+    with pytest.raises(NanoinferError, match=message):
         run_chapters(tmp_path, None, profile, given)
     assert not (tmp_path / "_build").exists()
+
+
+def test_a_run_that_is_broken_off_keeps_the_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "01_a", [])
+    run_chapters(tmp_path, None, "smoke")
+    before = executed_path(tmp_path, "01_a").read_bytes()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanoinfer.book.run._execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_chapters(tmp_path, None, "smoke", fresh=True)
+    assert executed_path(tmp_path, "01_a").read_bytes() == before
+
+
+def test_a_log_that_cannot_be_written_is_named_and_leaves_no_half(tmp_path: Path) -> None:
+    log = tmp_path / "_build" / "run.json"
+    (log / "in the way").mkdir(parents=True)
+    write(tmp_path, "01_a", [])
+    with pytest.raises(ChapterError, match=r"run\.json: cannot be written"):
+        run_chapters(tmp_path, None, "smoke")
+    assert not list(log.parent.glob("*.part"))
 
 
 def test_an_untagged_parameters_cell_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -199,11 +201,44 @@ def test_a_closed_stream_is_cancelled() -> None:
         ([list(range(13))], SamplingParams(on_full="crop"), "13 tokens"),
         ([[1], [2]], [SamplingParams()] * 3, "2 prompts but 3 SamplingParams"),
         ([1, [2]], None, "mix"),
+        (None, None, "list of token ids, not NoneType"),
+        (5, None, "list of token ids, not int"),
+        (b"abc", None, "not bytes"),
+        ([b"abc"], None, "not bytes"),
+        ([[1.5]], None, "whole numbers"),
+        ([None], None, "whole numbers"),
+        ([[1, "a"]], None, "whole numbers"),
+        ([1], {"max_tokens": 3}, "SamplingParams.*not as dict"),
+        ([1], {}, "SamplingParams.*not as dict"),
+        ([1], [None], "SamplingParams.*not as NoneType"),
     ],
 )
 def test_bad_requests(name: str, prompts: object, params: object, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         nanoinfer.load(TINY["gpt2"], name).stream(prompts, params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [torch.tensor([1, 2]), np.array([[1, 2]]), [np.int64(1), np.int64(2)], range(1, 3)])
+def test_arrays_and_tensors_are_token_ids(given: Any) -> None:
+    engine = nanoinfer.load(TINY["gpt2"])
+    assert [done.prompt_ids for done in engine.generate(given, SamplingParams(max_tokens=1))] == [[1, 2]]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_said(name: str, temperature: float) -> None:
+    loaded = tiny(GPT2)
+    loaded.model.wte.weight.fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="logits are not finite"):
+        nanoinfer.load(loaded, name).generate([1, 2], SamplingParams(temperature=temperature))
+
+
+def test_a_stream_that_is_not_at_its_end_has_no_completions() -> None:
+    generation = nanoinfer.load(TINY["gpt2"]).stream([1])
+    with pytest.raises(RequestError, match="request 0 has not finished"):
+        _ = generation.completions
+    generation.close()  # before its first step
+    assert generation.requests[0].trace.status == "cancelled"
 
 
 def test_bad_rows_stop_the_call_before_any_work() -> None:

@@ -20,7 +20,7 @@ from nanoinfer.models.config_gguf import from_gguf
 from nanoinfer.models.llama import inverse_frequencies
 from nanoinfer.models.model import build
 from nanoinfer.models.registry import LoadedModel, load_model
-from tests.theory.named_models import MODELS
+from nanoinfer.theory.named_models import MODELS
 
 LLAMA = {
     "model_type": "llama",

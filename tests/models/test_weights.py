@@ -12,7 +12,15 @@ from safetensors.torch import save_file
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.config import SHAPES, ModelConfig
-from nanoinfer.models.weights import CONV1D, assemble, expected_shapes, load_folder, random_state, read_header
+from nanoinfer.models.weights import (
+    CONV1D,
+    assemble,
+    expected_shapes,
+    find_files,
+    load_folder,
+    random_state,
+    read_header,
+)
 
 CPU = torch.device("cpu")
 GPT2 = replace(SHAPES["tiny-gpt2"], d_model=8, n_heads=2, n_kv_heads=2, d_head=4, d_ff=32, vocab_size=11, context=8)
@@ -199,6 +207,28 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         load_folder(save(tmp_path / "missing", good), LLAMA, torch.float32)
     rotary = llama_tensors(None) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}
     load_folder(save(tmp_path / "rotary", rotary), LLAMA, torch.float32)
+
+
+def test_an_absurd_number_of_layers_is_not_built(tmp_path: Path) -> None:
+    save(tmp_path, stored(GPT2))
+    with pytest.raises(ModelError, match=r"config\.json has 1000000000 layers, the weights"):
+        load_folder(tmp_path, replace(GPT2, n_layers=10**9), torch.float32)
+
+
+@pytest.mark.parametrize("change", [{"d_head": 3}, {"vocab_size": 10**20}, {"d_ff": 10**20}])
+def test_a_shape_that_no_model_can_have(change: dict[str, int]) -> None:
+    with pytest.raises(ModelError, match="no model can have this shape"):
+        expected_shapes(replace(LLAMA, **change))
+
+
+def test_nested_without_end(tmp_path: Path) -> None:
+    header = b'{"a":' + b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="damaged safetensors header"):
+        find_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 200_000)
+    with pytest.raises(ModelError, match="damaged index"):
+        find_files(tmp_path)
 
 
 def test_pickle_is_never_loaded(tmp_path: Path) -> None:

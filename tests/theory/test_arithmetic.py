@@ -18,7 +18,7 @@ from nanoinfer.models.config import SHAPES, ModelConfig, SlidingWindow, every
 from nanoinfer.models.config_files import from_hf
 from nanoinfer.models.model import build, n_parameters
 from nanoinfer.theory import arithmetic as a
-from tests.theory.named_models import MODELS
+from nanoinfer.theory.named_models import MODELS
 
 GPT2 = [
     # name, total, without positions, blocks' matrices

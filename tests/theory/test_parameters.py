@@ -15,8 +15,8 @@ from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.models.config import MLA, SHAPES, ModelConfig, MoE, SlidingWindow, every
 from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import arithmetic as a
+from nanoinfer.theory.named_models import ACTIVE, MODELS
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
-from tests.theory.named_models import ACTIVE, MODELS
 
 #: Small shapes with every option that a reader knows, written as Hugging Face's config classes take them.
 SMALL = {

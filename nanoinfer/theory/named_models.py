@@ -11,11 +11,13 @@ from typing import Any
 
 
 def gpt2(d: int, layers: int, heads: int) -> dict[str, Any]:
+    """Config of a gpt2 shape."""
     sizes = {"n_embd": d, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50_257}
     return {"model_type": "gpt2", **sizes}
 
 
 def config(family: str, d: int, f: int, layers: int, heads: int, kv: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """Config of a config shape."""
     return {
         "model_type": family,
         "hidden_size": d,
@@ -30,23 +32,28 @@ def config(family: str, d: int, f: int, layers: int, heads: int, kv: int, vocab:
 
 
 def tied(*args: Any, **more: Any) -> dict[str, Any]:
+    """Config of a tied shape."""
     return config(*args, tie_word_embeddings=True, **more)
 
 
 def gemma(*args: Any, head_dim: int = 256, window: int = 4096) -> dict[str, Any]:
+    """Config of a gemma shape."""
     return config(*args, head_dim=head_dim, sliding_window=window, hidden_activation="gelu_pytorch_tanh")
 
 
 def qwen3(*args: Any, **more: Any) -> dict[str, Any]:
+    """Config of a qwen3 shape."""
     return config("qwen3", *args, head_dim=128, **more)
 
 
 def qwen3_moe(d: int, d_expert: int, layers: int, heads: int) -> dict[str, Any]:
+    """Config of a qwen3_moe shape."""
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": d_expert}
     return config("qwen3_moe", d, 3 * d, layers, heads, 4, 151_936, head_dim=128, decoder_sparse_step=1, **experts)
 
 
 def mixtral(d: int, f: int, layers: int, heads: int) -> dict[str, Any]:
+    """Config of a mixtral shape."""
     return config("mixtral", d, f, layers, heads, 8, 32_000, num_local_experts=8, num_experts_per_tok=2)
 
 
@@ -56,6 +63,7 @@ def deepseek(
     experts: tuple[int, int, int, int, int],
     q_rank: int | None,
 ) -> dict[str, Any]:
+    """Config of a DeepSeek shape."""
     d, f, layers, heads, vocab = sizes
     n_experts, top_k, d_expert, shared, dense = experts
     mla = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -65,6 +73,7 @@ def deepseek(
 
 
 def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """Config of a gpt_oss shape."""
     moe = {"num_local_experts": experts, "num_experts_per_tok": 4}
     return config("gpt_oss", 2880, 2880, layers, 64, 8, 201_088, head_dim=64, sliding_window=128, **moe)
 
