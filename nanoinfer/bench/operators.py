@@ -37,11 +37,13 @@ from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import Machine
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MANY = 128  # a product of more rows takes long and varies little: one pass warms up and one counts
 BATCHES = (1, 4, 16, 32)
 CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
-REST_ROWS = (1, 4, 16, 64, 256, 1024)
+REST_BATCHES = (1, 4, 16, 32)
+REST_PREFILLS = (16, 64, 256, 512)
 SHORT = 16  # the context at which whole layers are timed
 #: Enough layers that keys and values come from memory and not from the processor's cache.
 ATTENTION_BYTES = 2**28
@@ -60,8 +62,10 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
         products = _products(loaded.model, device, repeats)
         decode = _decode_attention(loaded, device, repeats)
         prefill = _prefill_attention(loaded, device, repeats)
-        rest = _rest(loaded, device, repeats, products, decode)
-    return OperatorCurves(products, decode, prefill, rest)
+        nothing = Curve((1,), (1.0,))
+        attention = OperatorCurves(products, decode, prefill, nothing, nothing)
+        rest, rest_prefill = _rest(loaded, device, repeats, products, attention)
+    return OperatorCurves(products, decode, prefill, rest, rest_prefill)
 
 
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
@@ -141,7 +145,7 @@ def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[s
         widths = {module.in_features for _, module in layers} | {head.shape[1]}
         inputs = {n: torch.randn(rows, n, device=device).to(head.dtype) for n in widths}
         passes: list[dict[str, list[float]]] = []
-        for _ in range(repeats + 1):
+        for _ in range((1 if rows > MANY else repeats) + 1):
             times: dict[str, list[float]] = defaultdict(list)
             for name, weight, bias in [*((n, m.weight, m.bias) for n, m in layers), ("lm_head", head, None)]:
                 product = partial(F.linear, inputs[weight.shape[1]], weight, bias)
@@ -201,26 +205,39 @@ def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) 
 
 
 def _rest(
-    loaded: LoadedModel, device: torch.device, repeats: int, products: dict[str, Curve], attention: dict[int, Curve]
-) -> Curve:
-    """A layer as it runs among others, less its products and its attention as they ran alone."""
+    loaded: LoadedModel, device: torch.device, repeats: int, products: dict[str, Curve], attention: OperatorCurves
+) -> tuple[Curve, Curve]:
+    """A layer as it runs among others, less its products and its attention as they ran alone.
+
+    Against rows of one token each, as in a decode step, and against the tokens of one prompt.
+    """
+    config = loaded.model.config
+    decode = [(n, 1, SHORT) for n in REST_BATCHES]
+    prefill = [(1, n, n) for n in REST_PREFILLS if n <= config.context]
+    curves = []
+    for shapes in (decode, prefill):
+        seconds = []
+        for batch, new, context in shapes:
+            whole = _layer(loaded, device, repeats, batch, new, context)
+            multiplied = sum(curve.at(batch * new) for name, curve in products.items() if name != "lm_head")
+            seconds.append(max(whole - multiplied - attention.attention(batch, new, context), 1e-6))
+        curves.append(Curve(tuple(batch * new for batch, new, _ in shapes), tuple(seconds)))
+    return curves[0], curves[1]
+
+
+def _layer(loaded: LoadedModel, device: torch.device, repeats: int, batch: int, new: int, context: int) -> float:
+    """Seconds of one layer in a pass through all of them: ``new`` tokens a row behind those that fill the context."""
     model, config = loaded.model, loaded.model.config
     dtype = next(model.parameters()).dtype
     blocks = list(model.h if isinstance(model, GPT2) else model.layers)
-    batches, seconds = tuple(sorted(attention)), []
-    for rows in REST_ROWS:
-        cache = ContiguousCache(config, rows, SHORT, device, dtype)
-        x = torch.randn(rows, 1, config.d_model, device=device).to(dtype)
-        positions = torch.full((rows, 1), SHORT - 1, device=device)
-        extra = (model.rope(positions, dtype),) if isinstance(model, Llama) else ()
-        whole = _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats) / len(blocks)
-        multiplied = sum(curve.at(rows) for name, curve in products.items() if name != "lm_head")
-        attended = Curve(batches, tuple(attention[b].at(SHORT) for b in batches)).at(rows)
-        seconds.append(max(whole - multiplied - attended, 1e-6))
-    return Curve(REST_ROWS, tuple(seconds))
+    cache = ContiguousCache(config, batch, context, device, dtype)
+    x = torch.randn(batch, new, config.d_model, device=device).to(dtype)
+    positions = torch.arange(context - new, context, device=device).expand(batch, new)
+    extra = (model.rope(positions, dtype),) if isinstance(model, Llama) else ()
+    return _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats) / len(blocks)
 
 
 def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], cache: ContiguousCache) -> None:
-    cache.length = cache.capacity - 1  # the last slot, again and again
+    cache.length = cache.capacity - x.shape[1]  # the last slots, again and again
     for block in blocks:
         block(x, *extra, cache, None)

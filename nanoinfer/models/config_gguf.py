@@ -1,7 +1,7 @@
 """What a GGUF header says about a model's shape, family by family, in the keys that llama.cpp's converter writes.
 
 A header does not tell everything (a bias is only seen among the tensors); who counts a file
-checks the count against its tensors: :func:`nanoinfer.models.config_files.config_of_file`.
+checks the count against its tensors: :func:`nanoinfer.predict.shapes.config_of_file`.
 """
 
 from __future__ import annotations

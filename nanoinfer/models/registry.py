@@ -18,7 +18,7 @@ import torch
 from nanoinfer.errors import DeviceError, ModelError, RequestError, TokenizerError, nearest
 from nanoinfer.models import fetch
 from nanoinfer.models.config import SHAPES, ModelConfig, check_runnable
-from nanoinfer.models.config_files import config_of_file
+from nanoinfer.models.config_files import from_hf, read_json
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
@@ -184,7 +184,8 @@ def _hub(name: str, repo: str, revision: str, device: torch.device, dtype: torch
 
 
 def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
-    config = config_of_file(folder)
+    file = folder / "config.json"
+    config = from_hf(read_json(file), str(file))
     check_runnable(config, str(folder))
     tokenizer = _if_supported(folder, lambda: Tokenizer.from_folder(folder))
     model = assemble(config, load_folder(folder, config, dtype), device)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.models.config_files import config_of
+from nanoinfer.predict.shapes import config_of
 from nanoinfer.predict.target import bytes_row, dtype_named, model_row, target_named
 from nanoinfer.theory import arithmetic, capacity
 from nanoinfer.theory.parameters import BYTES

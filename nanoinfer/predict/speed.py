@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.models.config_files import config_of
+from nanoinfer.predict.shapes import config_of
 from nanoinfer.predict.target import (
     Target,
     bytes_row,

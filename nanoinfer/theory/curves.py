@@ -47,13 +47,16 @@ class OperatorCurves:
             seconds of one call against rows, weights coming from memory as in a step.
         decode_attention: by batch: seconds of one layer against context, one new token a row.
         prefill_attention: seconds of one layer against tokens, one row.
-        rest: seconds of all else in one layer against rows: norms, rotation, activation, cache, Python.
+        rest: seconds of all else in one layer against rows of one token each: norms, rotation, activation,
+            cache, Python.
+        rest_prefill: the same against the tokens of one prompt.
     """
 
     products: Mapping[str, Curve]
     decode_attention: Mapping[int, Curve]
     prefill_attention: Curve
     rest: Curve
+    rest_prefill: Curve
 
     def to_json(self) -> str:
         """All points, as text."""
@@ -72,6 +75,7 @@ class OperatorCurves:
             {int(batch): curve(points) for batch, points in data["decode_attention"].items()},
             curve(data["prefill_attention"]),
             curve(data["rest"]),
+            curve(data["rest_prefill"]),
         )
 
     def attention(self, batch: int, new: int, context: int) -> float:

@@ -32,6 +32,7 @@ from nanoinfer.theory.parameters import (
 )
 
 Bound = Literal["compute", "memory", "launch", "link"]
+Phase = Literal["prefill", "decode"]
 
 #: Operators of one layer of our models beside its matrix products: norms, rotation, attention, cache, residuals.
 SMALL_OPERATORS = {"gpt2": 18, "llama": 44}
@@ -142,7 +143,7 @@ class Operator:
 class Step:
     """A predicted step: its operators, and what they add up to."""
 
-    phase: Literal["prefill", "decode"]
+    phase: Phase
     batch: int
     context: int
     machine: Machine
@@ -183,7 +184,7 @@ def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int,
 
 
 def _step(
-    phase: Literal["prefill", "decode"],
+    phase: Phase,
     config: ModelConfig,
     machine: Machine,
     batch: int,
@@ -203,7 +204,7 @@ def _step(
             _add(products, _product(matrix, machine, rows, element, tp))
     _add(products, _product(head_matrix(config), machine, batch, element, tp))
     operators = [*products.values(), _attention(config, machine, batch, new, context, element, tp)]
-    operators.append(_small(config, machine, rows, element))
+    operators.append(_small(phase, config, machine, rows, element))
     if tp > 1:
         operators.append(_all_reduces(config, machine, rows, element, tp))
     return Step(phase, batch, context, machine, tuple(operators))
@@ -254,7 +255,7 @@ def _attention(
     )
 
 
-def _small(config: ModelConfig, machine: Machine, rows: int, element: int) -> Operator:
+def _small(phase: Phase, config: ModelConfig, machine: Machine, rows: int, element: int) -> Operator:
     """Norms, rotation, activation and residuals: no products, all bytes and launches."""
     eager = SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
     calls = config.n_layers * (eager if machine.launch_s else FUSED_OPERATORS)
@@ -262,7 +263,8 @@ def _small(config: ModelConfig, machine: Machine, rows: int, element: int) -> Op
     nbytes = 2.0 * calls * rows * config.d_model * element
     if machine.curves is not None:
         # One layer more stands for what a step does once: embedding, last norm, choice of the token.
-        seconds, least = ((config.n_layers + 1) * machine.curves.rest.at(n) for n in (rows, 1))
+        curve = machine.curves.rest if phase == "decode" else machine.curves.rest_prefill
+        seconds, least = ((config.n_layers + 1) * curve.at(n) for n in (rows, 1))
         return Operator("small operators", 0.0, nbytes, calls, seconds, "launch" if seconds < 2 * least else "memory")
     memory, launch = nbytes / machine.bandwidth, calls * machine.launch_s
     return Operator("small operators", 0.0, nbytes, calls, memory + launch, "launch" if launch > memory else "memory")

@@ -15,11 +15,12 @@ from gguf import GGUFWriter
 from nanoinfer.errors import ModelError
 from nanoinfer.models import fetch
 from nanoinfer.models.config import MLA, SHAPES, ModelConfig, MoE, RopeScaling, SlidingWindow, check_runnable
-from nanoinfer.models.config_files import config_of, config_of_file, from_hf
+from nanoinfer.models.config_files import from_hf
 from nanoinfer.models.config_gguf import from_gguf
 from nanoinfer.models.llama import inverse_frequencies
 from nanoinfer.models.model import build
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.predict.shapes import config_of, config_of_file
 from nanoinfer.theory.named_models import MODELS
 
 LLAMA = {

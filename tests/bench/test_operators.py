@@ -1,0 +1,52 @@
+"""Operators are timed for what they are, kept, and timed again when the file is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.bench import operators
+from nanoinfer.bench.operators import measure_operators, this_machine
+from nanoinfer.models.registry import load_model
+from nanoinfer.theory.parameters import head_matrix, layer_matrices
+from nanoinfer.theory.roofline import decode_step, prefill_step
+
+
+@pytest.mark.parametrize("name", ["random:tiny-gpt2", "random:tiny-llama"])
+def test_every_product_of_the_table_has_its_curve(name: str) -> None:
+    loaded = load_model(name)
+    config = loaded.model.config
+    curves = measure_operators(loaded, repeats=1)
+    assert set(curves.products) == {m.name for m in (*layer_matrices(config, 0), head_matrix(config))}
+    assert all(curve.sizes == operators.ROWS for curve in curves.products.values())
+    assert set(curves.decode_attention) == set(operators.BATCHES)
+    assert max(curves.decode_attention[1].sizes) == config.context
+
+
+def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    loaded = load_model("random:tiny-llama")
+    calls = []
+
+    def counted(*args: object, **more: object) -> object:
+        calls.append(args)
+        return measure_operators(loaded, repeats=1)
+
+    monkeypatch.setattr(operators, "measure_operators", counted)
+    first, again = this_machine(loaded), this_machine(loaded)
+    assert first == again and len(calls) == 1
+    assert this_machine(loaded, fresh=True).curves is not None and len(calls) == 2
+    (kept,) = (tmp_path / "operators").iterdir()
+    kept.write_text("{")
+    this_machine(loaded)
+    assert len(calls) == 3
+    config = loaded.model.config
+    assert prefill_step(config, first, 1, 64).seconds > 0 < decode_step(config, first, 1, 64).seconds
+    assert first.peak > 0 < first.bandwidth
+
+
+def test_a_disk_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "file"))
+    assert this_machine(load_model("random:tiny-gpt2")).curves is not None

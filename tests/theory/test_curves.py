@@ -1,0 +1,64 @@
+"""Interpolation between measured operators."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoinfer.models.config import SHAPES
+from nanoinfer.theory.curves import Curve, OperatorCurves
+from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
+
+FLAT = Curve((1,), (1.0,))
+
+
+def test_straight_lines_in_log_log() -> None:
+    curve = Curve((1, 100), (2.0, 200.0))
+    assert curve.at(10) == pytest.approx(20.0)
+    assert curve.at(0.5) == 2.0  # flat below: a start is never cheaper than the smallest
+    assert curve.at(1000) == pytest.approx(2000.0)  # in proportion beyond
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((1,), (0.0,))]
+)
+def test_bad_curves_are_refused(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="curve"):
+        Curve(sizes, seconds)
+
+
+def curves() -> OperatorCurves:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    return OperatorCurves(
+        products={name: Curve((1, 4), (1e-3, 2e-3)) for name in names},
+        decode_attention={1: Curve((16, 64), (1e-4, 4e-4)), 4: Curve((16, 64), (4e-4, 16e-4))},
+        prefill_attention=Curve((16,), (5e-4,)),
+        rest=Curve((1,), (1e-5,)),
+        rest_prefill=Curve((16,), (3e-5,)),
+    )
+
+
+def test_a_step_is_the_sum_of_its_operators() -> None:
+    config, machine = SHAPES["smollm2-135m"], Machine("here", "float32", 1e11, 1e10, curves=curves())
+    decode = decode_step(config, machine, batch=1, context=64)
+    assert decode.seconds == pytest.approx(30 * 7e-3 + 1e-3 + 30 * 4e-4 + 31 * 1e-5)
+    assert decode_step(config, machine, 4, 16).seconds == pytest.approx(30 * 14e-3 + 2e-3 + 30 * 4e-4 + 31 * 4e-5)
+    prefill = prefill_step(config, machine, batch=2, tokens=16)
+    assert prefill.seconds == pytest.approx(30 * 7 * 16e-3 + np_head() + 30 * 2 * 5e-4 + 31 * 6e-5)
+
+
+def np_head() -> float:
+    return (1e-3 * 2e-3) ** 0.5  # two rows lie half-way, in logs, between one and four
+
+
+def test_attention_between_batches_and_beyond() -> None:
+    c = curves()
+    assert c.attention(2, 1, 16) == pytest.approx(2e-4)
+    assert c.attention(8, 1, 64) == pytest.approx(32e-4)
+    assert c.attention(3, 16, 16) == pytest.approx(15e-4)
+
+
+def test_round_trip_and_damage() -> None:
+    assert OperatorCurves.from_json(curves().to_json()) == curves()
+    for text in ("", "{}", "[]", '{"products": 3}'):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            OperatorCurves.from_json(text)
