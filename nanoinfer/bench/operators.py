@@ -105,7 +105,7 @@ def _load(path: Path) -> OperatorCurves | None:
         if time.time() - path.stat().st_mtime > KEEP_S:
             return None
         return OperatorCurves.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
 
 

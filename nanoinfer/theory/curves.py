@@ -64,19 +64,20 @@ class OperatorCurves:
 
     @classmethod
     def from_json(cls, text: str) -> OperatorCurves:
-        """What :meth:`to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
-        data = json.loads(text)
+        """What :meth:`to_json` wrote. Raises ValueError for anything else."""
 
         def curve(points: Mapping[str, list[float]]) -> Curve:
             return Curve(tuple(points["sizes"]), tuple(points["seconds"]))
 
-        return cls(
-            {name: curve(points) for name, points in data["products"].items()},
-            {int(batch): curve(points) for batch, points in data["decode_attention"].items()},
-            curve(data["prefill_attention"]),
-            curve(data["rest"]),
-            curve(data["rest_prefill"]),
-        )
+        try:
+            data = json.loads(text)
+            return cls(
+                {name: curve(points) for name, points in data["products"].items()},
+                {int(batch): curve(points) for batch, points in data["decode_attention"].items()},
+                *(curve(data[name]) for name in ("prefill_attention", "rest", "rest_prefill")),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a record of timed operators: {error!r}") from None
 
     def attention(self, batch: int, new: int, context: int) -> float:
         """Seconds of one layer's attention."""

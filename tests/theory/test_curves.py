@@ -60,5 +60,5 @@ def test_attention_between_batches_and_beyond() -> None:
 def test_round_trip_and_damage() -> None:
     assert OperatorCurves.from_json(curves().to_json()) == curves()
     for text in ("", "{}", "[]", '{"products": 3}'):
-        with pytest.raises((ValueError, KeyError, TypeError)):
+        with pytest.raises(ValueError, match=r"record|Expecting"):
             OperatorCurves.from_json(text)
