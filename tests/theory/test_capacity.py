@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.errors import RequestError
+from nanoinfer.measure.memory import MemoryMeter
 from nanoinfer.models.config import SHAPES
 from nanoinfer.models.model import build
+from nanoinfer.models.registry import load_model
 from nanoinfer.theory import arithmetic
 from nanoinfer.theory.capacity import fit, where_bytes_go
 
@@ -65,3 +69,16 @@ def test_errors_say_what_would_help() -> None:
         fit(LLAMA, 80e9, 1024, utilisation=1.5)
     with pytest.raises(RequestError, match="beyond the model's 131072"):
         fit(LLAMA, 80e9, 200_000)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read exactly on Linux alone")
+def test_predicted_bytes_are_what_becomes_resident() -> None:
+    config = SHAPES["gpt2"]
+    used = where_bytes_go(config, 2, 1024, "float32")
+    with MemoryMeter() as meter:
+        model = load_model("random:gpt2").model
+        cache = ContiguousCache(config, 2, 1024, "cpu", torch.float32)
+        cache.k.fill_(1.0)  # zeros cost no memory until they are written
+        cache.v.fill_(1.0)
+    assert model.config == config and cache.nbytes == used.kv
+    assert meter.use.above_start == pytest.approx(used.weights + used.kv, rel=0.05)
