@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.measure.calibrate import scheduled, waited_share
+from nanoinfer.measure.calibration import MOST_WAITED
 from nanoinfer.measure.clock import timed
 from nanoinfer.measure.machine import describe_machine
 from nanoinfer.models import attention as attention_module
@@ -37,13 +39,13 @@ from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import Machine
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-MANY = 128  # a product of more rows takes long and varies little: one pass warms up and one counts
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+MANY = 128  # a pass of more rows takes long and varies little: one is enough, and needs no warm-up
 BATCHES = (1, 4, 16, 32)
 CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
 REST_BATCHES = (1, 4, 16, 32)
-REST_PREFILLS = (16, 64, 256, 512)
+REST_PREFILLS = (16, 64, 256, 1024)
 SHORT = 16  # the context at which whole layers are timed
 #: Enough layers that keys and values come from memory and not from the processor's cache.
 ATTENTION_BYTES = 2**28
@@ -55,7 +57,7 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
 
     Args:
         loaded: a model of ours, on any device, in any dtype.
-        repeats: calls behind each point, of which the median counts; one more warms up.
+        repeats: calls behind each point, of which the quickest counts; one more warms up.
     """
     device = next(loaded.model.parameters()).device
     with torch.inference_mode():
@@ -71,16 +73,19 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
     """The machine at hand, as this model meets it: to be handed to :mod:`nanoinfer.theory.roofline`.
 
-    Timings are kept in the user's cache for a day; ``fresh`` takes them again. Peak and bandwidth are
-    those of the fastest product: what this model's own operators reach, below what the machine could do.
+    Timings are kept in the user's cache for a day, unless other work held them up; ``fresh`` takes them
+    again. Peak and bandwidth are those of the fastest product: what this model's own operators reach,
+    below what the machine could do.
     """
     config = loaded.model.config
     weight = next(loaded.model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
     curves = None if fresh else _load(_path(loaded, dtype))
     if curves is None:
+        before = scheduled()
         curves = measure_operators(loaded)
-        _store(_path(loaded, dtype), curves)
+        if (waited_share(before, scheduled()) or 0.0) <= MOST_WAITED:
+            _store(_path(loaded, dtype), curves)
     matrices = [m for m in (*layer_matrices(config, 0), head_matrix(config)) if m.name in curves.products]
     sizes = [(m.rows * m.columns, curves.products[m.name]) for m in matrices]
     peak = max(2 * n * rows / curve.at(rows) for n, curve in sizes for rows in ROWS)
@@ -119,7 +124,8 @@ def _store(path: Path, curves: OperatorCurves) -> None:
 
 
 def _seconds(fn: Callable[[], object], device: torch.device, repeats: int) -> float:
-    return statistics.median_low([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
+    """The quickest of the calls behind a warm-up: what other work on the machine adds is never negative."""
+    return min([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
 
 
 #: What :func:`~nanoinfer.theory.parameters.layer_matrices` calls GPT-2's products.
@@ -145,14 +151,14 @@ def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[s
         widths = {module.in_features for _, module in layers} | {head.shape[1]}
         inputs = {n: torch.randn(rows, n, device=device).to(head.dtype) for n in widths}
         passes: list[dict[str, list[float]]] = []
-        for _ in range((1 if rows > MANY else repeats) + 1):
+        for _ in range(1 if rows > MANY else repeats + 1):
             times: dict[str, list[float]] = defaultdict(list)
             for name, weight, bias in [*((n, m.weight, m.bias) for n, m in layers), ("lm_head", head, None)]:
                 product = partial(F.linear, inputs[weight.shape[1]], weight, bias)
                 times[name].append(timed(product, device)[1])
             passes.append(times)
         for name in passes[0]:
-            found[name].append(statistics.median_low([statistics.fmean(p[name]) for p in passes[1:]]))
+            found[name].append(min(statistics.median_low(p[name]) for p in passes[1:] or passes))
     if "qkv" in found:  # GPT-2 computes q, k and v in one product
         thirds = [seconds / 3 for seconds in found.pop("qkv")]
         found |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
@@ -218,7 +224,7 @@ def _rest(
     for shapes in (decode, prefill):
         seconds = []
         for batch, new, context in shapes:
-            whole = _layer(loaded, device, repeats, batch, new, context)
+            whole = _layer(loaded, device, 1 if new > MANY else repeats, batch, new, context)
             multiplied = sum(curve.at(batch * new) for name, curve in products.items() if name != "lm_head")
             seconds.append(max(whole - multiplied - attention.attention(batch, new, context), 1e-6))
         curves.append(Curve(tuple(batch * new for batch, new, _ in shapes), tuple(seconds)))

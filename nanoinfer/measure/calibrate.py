@@ -213,7 +213,7 @@ def _all_reduce(device: str) -> AllReduce | None:
     return AllReduce(ranks, tensor.nbytes, item.seconds())
 
 
-def _scheduled() -> tuple[int, int] | None:
+def scheduled() -> tuple[int, int] | None:
     """Nanoseconds that this process's threads ran, and that they were ready but queued for a core; Linux tells."""
     try:
         rows = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
@@ -222,7 +222,8 @@ def _scheduled() -> tuple[int, int] | None:
         return None
 
 
-def _waited(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+def waited_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """The share of its time for which this process queued for a core between two calls of :func:`scheduled`."""
     if before is None or after is None or sum(after) <= sum(before):
         return None
     return (after[1] - before[1]) / (sum(after) - sum(before))
@@ -240,9 +241,9 @@ def _measure(device: str, name: str, budget_s: float) -> Calibration:
         for dtype in dtypes:
             bench.products(dtype)
         all_reduce = _all_reduce(device)
-        before = _scheduled()
+        before = scheduled()
         rounds = bench.run(start + 0.8 * budget_s)
-        waited = _waited(before, _scheduled())
+        waited = waited_share(before, scheduled())
     return Calibration(
         device=device,
         device_name=name,

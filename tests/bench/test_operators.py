@@ -34,6 +34,7 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
         return measure_operators(loaded, repeats=1)
 
     monkeypatch.setattr(operators, "measure_operators", counted)
+    monkeypatch.setattr(operators, "scheduled", lambda: None)  # as on a machine that does not tell
     first, again = this_machine(loaded), this_machine(loaded)
     assert first == again and len(calls) == 1
     assert this_machine(loaded, fresh=True).curves is not None and len(calls) == 2
@@ -44,6 +45,14 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
     config = loaded.model.config
     assert prefill_step(config, first, 1, 64).seconds > 0 < decode_step(config, first, 1, 64).seconds
     assert first.peak > 0 < first.bandwidth
+
+
+def test_timings_that_other_work_held_up_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    told = iter([(0, 0), (80, 20)])
+    monkeypatch.setattr(operators, "scheduled", lambda: next(told))
+    assert this_machine(load_model("random:tiny-gpt2")).curves is not None
+    assert not (tmp_path / "operators").exists()
 
 
 def test_a_disk_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

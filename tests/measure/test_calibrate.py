@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(module.WIDTH, "cpu", WIDTH)
     monkeypatch.setitem(module.ROWS, "cpu", ROWS)
     monkeypatch.setattr(module, "MOST_ROUNDS", 5)
-    monkeypatch.setattr(module, "_scheduled", lambda: None)
+    monkeypatch.setattr(module, "scheduled", lambda: None)
 
 
 class Ticks:
@@ -153,19 +153,19 @@ def test_the_cache_is_used_and_kept_apart(ticks: Ticks, monkeypatch: pytest.Monk
 def test_a_disturbed_result_says_so_and_is_not_kept(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
     for queued, share in ((100, 0.1), (300, 0.25)):
         times = iter([(5_000, 70), (5_900, 70 + queued)])
-        monkeypatch.setattr(module, "_scheduled", lambda times=times: next(times))
+        monkeypatch.setattr(module, "scheduled", lambda times=times: next(times))
         found = calibrate("cpu", budget_s=100.0, fresh=True)
         assert found.waited == share
         assert found.disturbed == (share > 0.1)
         assert cache_path("cpu").exists() != found.disturbed
         cache_path("cpu").unlink(missing_ok=True)
-    monkeypatch.setattr(module, "_scheduled", lambda: None)
+    monkeypatch.setattr(module, "scheduled", lambda: None)
     assert calibrate("cpu", budget_s=100.0).waited is None
 
 
 def test_time_spent_queueing_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    told = module._scheduled()
+    told = module.scheduled()
     assert (told is not None) == Path("/proc/self/schedstat").exists()
     assert told is None or min(told) >= 0
     assert module._waited(None, None) is None
