@@ -168,8 +168,8 @@ def test_time_spent_queueing_is_read_where_the_system_tells(monkeypatch: pytest.
     told = module.scheduled()
     assert (told is not None) == Path("/proc/self/schedstat").exists()
     assert told is None or min(told) >= 0
-    assert module._waited(None, None) is None
-    assert module._waited((1, 1), (1, 1)) is None
+    assert module.waited_share(None, None) is None
+    assert module.waited_share((1, 1), (1, 1)) is None
 
 
 def damaged(text: str) -> Iterator[str]:
