@@ -80,12 +80,13 @@ def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
     config = loaded.model.config
     weight = next(loaded.model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
-    curves = None if fresh else _load(_path(loaded, dtype))
+    path = _path(loaded, dtype)
+    curves = None if fresh else _load(path)
     if curves is None:
         before = scheduled()
         curves = measure_operators(loaded)
         if (waited_share(before, scheduled()) or 0.0) <= MOST_WAITED:
-            _store(_path(loaded, dtype), curves)
+            _store(path, curves)
     matrices = [m for m in (*layer_matrices(config, 0), head_matrix(config)) if m.name in curves.products]
     sizes = [(m.rows * m.columns, curves.products[m.name]) for m in matrices]
     peak = max(2 * n * rows / curve.at(rows) for n, curve in sizes for rows in ROWS)

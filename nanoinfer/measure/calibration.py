@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nanoinfer.errors import DeviceError, NanoinferError, nearest
+from nanoinfer.theory.curves import between
 
 #: Beyond this share of queueing a calibration is disturbed.
 MOST_WAITED: Final = 0.1
@@ -122,8 +123,7 @@ class Calibration:
         if at == len(points) or points[at].rows == rows or at == 0:
             return points[min(at, len(points) - 1)].rate.median
         below, above = points[at - 1], points[at]
-        share = math.log(rows / below.rows) / math.log(above.rows / below.rows)
-        return math.exp((1 - share) * math.log(below.rate.median) + share * math.log(above.rate.median))
+        return between(rows, (below.rows, below.rate.median), (above.rows, above.rate.median))
 
     def launch_seconds(self, dtype: str) -> tuple[float, float]:
         """Seconds to start one small operator, and one small ``F.linear`` in ``dtype``. Raises :class:`DeviceError`."""

@@ -14,6 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
+def between(x: float, below: tuple[float, float], above: tuple[float, float]) -> float:
+    """The value at ``x`` on the line, straight in log-log, through two points ``(x, y)`` with positive numbers."""
+    (x0, y0), (x1, y1) = below, above
+    share = math.log(x / x0) / math.log(x1 / x0)
+    return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+
+
 @dataclass(frozen=True)
 class Curve:
     """Seconds at measured sizes, which rise. Flat below the first, in proportion to size beyond the last."""
@@ -34,8 +41,8 @@ class Curve:
         if size >= self.sizes[-1]:
             return self.seconds[-1] * size / self.sizes[-1]
         at = bisect.bisect_right(self.sizes, size)
-        share = math.log(size / self.sizes[at - 1]) / math.log(self.sizes[at] / self.sizes[at - 1])
-        return math.exp((1 - share) * math.log(self.seconds[at - 1]) + share * math.log(self.seconds[at]))
+        below, above = ((self.sizes[i], self.seconds[i]) for i in (at - 1, at))
+        return between(size, below, above)
 
 
 @dataclass(frozen=True)

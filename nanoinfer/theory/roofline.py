@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity, hardware
-from nanoinfer.theory.curves import OperatorCurves
+from nanoinfer.theory.curves import OperatorCurves, between
 from nanoinfer.theory.parameters import (
     Matrix,
     bytes_per_element,
@@ -117,9 +117,7 @@ class Machine:
         at = bisect.bisect_left(self.linear, rows, key=lambda point: point[0])
         if at == 0 or at == len(self.linear):
             return self.linear[min(at, len(self.linear) - 1)][1]
-        (r0, f0), (r1, f1) = self.linear[at - 1], self.linear[at]
-        share = math.log(rows / r0) / math.log(r1 / r0)
-        return math.exp((1 - share) * math.log(f0) + share * math.log(f1))
+        return between(rows, self.linear[at - 1], self.linear[at])
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def _step(
         for matrix in layer_matrices(config, layer):
             _add(products, _product(matrix, machine, rows, element, tp))
     _add(products, _product(head_matrix(config), machine, batch, element, tp))
-    operators = [*products.values(), _attention(config, machine, batch, new, context, element, tp)]
+    operators = [*products.values(), _attention(config, machine, batch, new, context, tp)]
     operators.append(_small(phase, config, machine, rows, element))
     if tp > 1:
         operators.append(_all_reduces(config, machine, rows, element, tp))
@@ -221,9 +219,7 @@ def _product(matrix: Matrix, machine: Machine, rows: int, element: int, tp: int)
         return Operator(matrix.name, flops, nbytes, 1, machine.curves.products[matrix.name].at(rows), side)
     if machine.linear:
         arithmetic_s = flops / machine.linear_rate(max(1, round(rows * matrix.used / touched)))
-        return Operator(
-            matrix.name, flops, nbytes, 1, arithmetic_s + machine.linear_launch_s, _side(machine, flops, nbytes)
-        )
+        return Operator(matrix.name, flops, nbytes, 1, arithmetic_s + machine.linear_launch_s, side)
     compute, memory = flops / machine.peak, nbytes / machine.bandwidth
     return Operator(
         matrix.name,
@@ -235,9 +231,7 @@ def _product(matrix: Matrix, machine: Machine, rows: int, element: int, tp: int)
     )
 
 
-def _attention(
-    config: ModelConfig, machine: Machine, batch: int, new: int, context: int, element: int, tp: int
-) -> Operator:
+def _attention(config: ModelConfig, machine: Machine, batch: int, new: int, context: int, tp: int) -> Operator:
     """Scores and weighted sums of all layers; keys and values are read once a pass."""
     if new == 1:
         flops = float(batch * (arithmetic.decode_flops(config, context) - 2 * arithmetic.active_parameters(config)))
