@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanoinfer.errors import RequestError
 
-WHOLE = ("max_tokens", "top_k", "seed", "logprobs")
+WHOLE = ("max_tokens", "n", "top_k", "seed", "logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 Kind = tuple[type, Callable[[Any], int | float], str]
 WHOLE_NUMBER: Kind = (Integral, int, "whole number")
@@ -46,13 +46,14 @@ class SamplingParams:
         repetition_penalty: over prompt and output: positive logits divided, negative multiplied; 1 is off.
         frequency_penalty: subtracted once for each time a token was generated; 0 is off.
         presence_penalty: subtracted once from every token that was generated; 0 is off.
-        seed: None draws a fresh one.
+        seed: None draws a fresh one. Of ``n`` samples the first has this seed, the next the number after it.
         stop: texts that end the request; they are not delivered.
         stop_ids: token ids that end the request, beside the model's own end-of-sequence ids.
         logprobs: None, or how many alternatives to report beside each chosen token.
         ignore_eos: generate on through end-of-sequence ids (for benchmarks).
         on_full: what to do when the context is full: ``stop`` with reason "length", or ``crop``
             to the last ``context`` tokens at every step, as NanoGPT does.
+        n: how many independent samples of the prompt.
 
     Raises:
         RequestError: for a value out of its range.
@@ -72,6 +73,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     on_full: Literal["stop", "crop"] = "stop"
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_ids"):
@@ -87,6 +89,7 @@ class SamplingParams:
         checks: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
             ("temperature", 0.0 <= self.temperature < math.inf, "at least 0 and finite"),
+            ("n", self.n >= 1, "at least 1"),
             ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
             ("top_p", 0.0 <= self.top_p <= 1.0, "between 0 and 1 (1 is off)"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1 (0 is off)"),

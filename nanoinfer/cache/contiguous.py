@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import RequestError
+from nanoinfer.models.attention import attend
 from nanoinfer.models.config import ModelConfig
 
 
@@ -15,6 +16,8 @@ class ContiguousCache:
     All rows share one length: row ``b``'s token at slot ``s`` was written in the
     same forward pass as every other row's. Rows of unlike lengths are therefore
     padded on the left, and the mask hides the padding.
+
+    ``nbytes`` are the bytes allocated: ``2 * L * B * n_kv * S * d_h * bytes per element``.
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class ContiguousCache:
         # Zeros, not empty: a masked slot still meets a product, and 0 * NaN is NaN.
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.nbytes = self.k.nbytes + self.v.nbytes
         self.capacity, self.length = capacity, 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,11 +39,10 @@ class ContiguousCache:
         self.v[layer, :, :, self.length : end] = v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Store ``k`` and ``v``, then let ``q`` look at all of this layer; as in :class:`KVCache`."""
+        return attend(q, *self.update(layer, k, v), mask)
+
     def advance(self, n_tokens: int) -> None:
         """Move the end forward once every layer has written."""
         self.length += n_tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated: ``2 * L * B * n_kv * S * d_h * bytes per element``."""
-        return self.k.nbytes + self.v.nbytes

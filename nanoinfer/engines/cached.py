@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
-from nanoinfer.engines.engine import Engine, Forward
 from nanoinfer.engines.naive import recompute
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.engines.request import Request
+from nanoinfer.engines.static import Forward, StaticEngine
 from nanoinfer.models.model import Model
 
 
-class CachedEngine(Engine):
+class CachedEngine(StaticEngine):
     """Prefill, then decode over a preallocated contiguous cache."""
 
     name = "cached"

@@ -1,29 +1,24 @@
 """What every engine shares: prompts in, a stream of events out, a trace for each request.
 
-An engine is its way to get the next logits; the loop around that is the same for all,
-and it is :meth:`Generation._run`.
+An engine is its :meth:`Engine.run`: what it does, step by step, until its requests have ended.
 """
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from nanoinfer.engines.request import Completion, Event, Request, TokenLogprob, check_prompt
+from nanoinfer.engines.request import Completion, Event, Request, check_prompt
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.sampling import SamplingParams, sample, top_logprobs
+from nanoinfer.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
-#: Logits ``[R, V]`` for the next token of each of R running requests, in their order.
-Forward = Callable[[list[Request]], Tensor]
 
 
 class Engine(ABC):
@@ -38,8 +33,12 @@ class Engine(ABC):
         self.device, self.dtype = weight.device, weight.dtype
 
     @abstractmethod
-    def start(self, requests: list[Request]) -> Forward:
-        """Prepare for one batch; return the function that each step calls with the running requests."""
+    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
+        """Work on the requests, each of which asks for a token at least, and yield events until all have ended."""
+
+    def refuse(self, request: Request) -> None:
+        """Raise :class:`RequestError` for what this engine can never serve; called before any work."""
+        del request  # most engines serve whatever passed the common checks
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -48,7 +47,8 @@ class Engine(ABC):
 
         Args:
             prompts: one text, one list of token ids, or a list of those.
-            params: one for all, or one each; None is greedy with the defaults.
+            params: one for all, or one each; None is greedy with the defaults. A prompt with ``n`` above 1
+                has ``n`` results, one behind the other.
 
         Raises:
             RequestError: before any work, for a prompt or setting that cannot be served.
@@ -75,16 +75,22 @@ class Engine(ABC):
             raise RequestError(f"{len(many)} prompts but {len(settings)} SamplingParams: give one for all, or one each")
         if odd := [setting for setting in settings if not isinstance(setting, SamplingParams)]:
             raise RequestError(f"settings are given as SamplingParams(...), not as {type(odd[0]).__name__}")
-        requests = []
-        for index, (prompt, setting) in enumerate(zip(many, settings, strict=True)):
+        requests: list[Request] = []
+        for prompt, setting in zip(many, settings, strict=True):
             ids = self.encode(prompt)
             if setting.stop and self.tokenizer is None:
                 raise RequestError(f"stop strings need a tokenizer, and {self.loaded.name} has none; use stop_ids")
             check_prompt(ids, setting, self.config.context, self.config.vocab_size)
-            trace = Trace(t_scheduled=scheduled, t_sent=scheduled, prompt_tokens=len(ids))
-            requests.append(
-                Request(index, ids, setting, self.tokenizer, self.loaded.eos_ids, self.config.context, trace)
-            )
+            for sample in range(setting.n):
+                trace = Trace(t_scheduled=scheduled, t_sent=scheduled, prompt_tokens=len(ids))
+                # Samples of one prompt roll dice of their own.
+                own = setting if setting.seed is None else replace(setting, seed=_plus(setting.seed, sample))
+                requests.append(
+                    Request(
+                        len(requests), ids, own, self.tokenizer, self.loaded.eos_ids, self.config.context, trace, sample
+                    )
+                )
+                self.refuse(requests[-1])
         return requests
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -123,23 +129,12 @@ class Generation(Iterator[Event]):
         return [request.completion() for request in self.requests]
 
     def _run(self) -> Generator[Event, None, None]:
-        """The step loop: logits of the running rows, one token each, their events; until all have ended."""
         try:
             for request in self.requests:
                 if request.limit == 0:
                     yield request.finish_empty(now())
-            forward: Forward | None = None
-            while running := [r for r in self.requests if r.finish_reason is None]:
-                with torch.inference_mode():
-                    forward = forward or self.engine.start(running)
-                    logits = forward(running)
-                    _refuse_nan(logits)
-                    tokens = sample(logits, [r.sampler for r in running])
-                    _note_logprobs(logits, tokens, running)
-                    token_ids = tokens.tolist()  # waits for the device: the time below is when the token is there
-                t = now()
-                for request, token_id in zip(running, token_ids, strict=True):
-                    yield request.accept(token_id, t)
+            if wanted := [r for r in self.requests if r.finish_reason is None]:
+                yield from self.engine.run(wanted)
         except BaseException as error:
             self._abandon("cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error")
             raise
@@ -150,25 +145,9 @@ class Generation(Iterator[Event]):
                 request.trace.t_end, request.trace.status = now(), status
 
 
-def _refuse_nan(logits: Tensor) -> None:
-    """No token can be chosen from NaN: an index beyond the vocabulary would come of it."""
-    if not torch.isfinite(logits.amax(dim=-1)).all():
-        raise RequestError(
-            f"the model's logits are not finite (in {str(logits.dtype).removeprefix('torch.')}): "
-            "its weights are damaged, or its numbers too large for the dtype; take bfloat16 or float32"
-        )
-
-
-def _note_logprobs(logits: Tensor, tokens: Tensor, running: list[Request]) -> None:
-    rows = [i for i, r in enumerate(running) if r.params.logprobs is not None]
-    if not rows:
-        return
-    index = torch.tensor(rows, device=logits.device)
-    count = max(running[i].params.logprobs or 0 for i in rows)
-    chosen, best, ids = (t.tolist() for t in top_logprobs(logits[index], tokens[index], count))
-    for n, i in enumerate(rows):
-        top = list(zip(ids[n], best[n], strict=True))[: running[i].params.logprobs]
-        running[i].logprobs.append(TokenLogprob(int(tokens[i]), chosen[n], tuple(top)))
+def _plus(seed: int, sample: int) -> int:
+    """The seed of a prompt's n-th sample, within 64 bits."""
+    return (seed + sample + 2**63) % 2**64 - 2**63
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanoinfer.engines.engine import Engine, Forward
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.engines.request import Request
+from nanoinfer.engines.static import Forward, StaticEngine
 from nanoinfer.models.model import Model
 
 
@@ -22,7 +22,7 @@ def recompute(model: Model, rows: Sequence[Sequence[int]], device: torch.device)
     return model(batch.ids, batch.positions, mask=batch.mask, last_only=True)[:, -1]
 
 
-class NaiveEngine(Engine):
+class NaiveEngine(StaticEngine):
     """Full recompute at every step, for a batch of any size."""
 
     name = "naive"

@@ -53,7 +53,10 @@ class Completion:
 
 @dataclass
 class Request:
-    """The state of one request while an engine works on it."""
+    """The state of one request while an engine works on it.
+
+    A prompt of which ``n`` samples are wanted is ``n`` requests in a row, numbered by ``sample``.
+    """
 
     index: int
     prompt_ids: list[int]
@@ -62,6 +65,7 @@ class Request:
     eos_ids: frozenset[int]
     context: int
     trace: Trace
+    sample: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)

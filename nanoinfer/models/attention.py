@@ -1,8 +1,7 @@
-"""One attention that every cache serves.
+"""Attention of new tokens over what is visible.
 
-Queries come from the new tokens; keys and values from whatever the cache says is
-visible, or from the new tokens alone when there is no cache. Nothing here knows
-which cache that is.
+A model without a cache calls :func:`attend` on its own keys and values. With one, it hands
+queries, keys and values to the cache, which knows where the older ones are.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from torch import Tensor
 class KVCache(Protocol):
     """What a model asks of a cache. One object holds all layers of one batch."""
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values ``[B, n_kv, T, d_h]``; return all visible ones ``[B, n_kv, S, d_h]``."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Store new keys and values ``[B, n_kv, T, d_h]``; attend with ``[B, n_q, T, d_h]`` to all that is visible.
+
+        ``mask`` and the result ``[B, T, n_q * d_h]`` are as in :func:`attend`.
+        """
 
     def advance(self, n_tokens: int) -> None:
         """Note that every layer has stored ``n_tokens`` more; called once a forward pass."""

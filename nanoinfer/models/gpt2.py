@@ -26,9 +26,8 @@ class Attention(nn.Module):
         batch, n_new, _ = x.shape  # [B, T, d]
         qkv = self.c_attn(x).view(batch, n_new, 3, self.n_heads, self.d_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, n_q, T, d_h]
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)  # each [B, n_q, S, d_h]
-        return self.c_proj(attend(q, k, v, mask))  # type: ignore[no-any-return]
+        out = attend(q, k, v, mask) if cache is None else cache.attend(self.layer, q, k, v, mask)
+        return self.c_proj(out)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -82,10 +81,20 @@ class GPT2(nn.Module):
 
         See :class:`nanoinfer.models.model.Model` for the arguments.
         """
+        x = self.hidden(ids, positions, cache, mask)
+        return self.head(x[:, -1:] if last_only else x)
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """What comes out of the last layer, ``[B, T, d]``."""
         x = self.wte(ids) + self.wpe(positions)  # [B, T, d]
         for block in self.h:
             x = block(x, cache, mask)
         if cache is not None:
             cache.advance(ids.shape[1])
-        x = self.ln_f(x[:, -1:] if last_only else x)
-        return F.linear(x, self.wte.weight if self.lm_head is None else self.lm_head.weight)
+        return x  # type: ignore[no-any-return]
+
+    def head(self, x: Tensor) -> Tensor:
+        """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
+        return F.linear(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)

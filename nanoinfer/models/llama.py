@@ -74,9 +74,8 @@ class Attention(nn.Module):
         q = rotate(self.heads(self.q_proj(x)), *rope)  # [B, n_q, T, d_h]
         k = rotate(self.heads(self.k_proj(x)), *rope)  # [B, n_kv, T, d_h]
         v = self.heads(self.v_proj(x))  # [B, n_kv, T, d_h]
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)  # each [B, n_kv, S, d_h]
-        return self.o_proj(attend(q, k, v, mask))  # type: ignore[no-any-return]
+        out = attend(q, k, v, mask) if cache is None else cache.attend(self.layer, q, k, v, mask)
+        return self.o_proj(out)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -145,11 +144,21 @@ class Llama(nn.Module):
 
         See :class:`nanoinfer.models.model.Model` for the arguments.
         """
+        x = self.hidden(ids, positions, cache, mask)
+        return self.head(x[:, -1:] if last_only else x)
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """What comes out of the last layer, ``[B, T, d]``."""
         x = self.embed_tokens(ids)  # [B, T, d]
         rope = self.rope(positions, x.dtype)
         for block in self.layers:
             x = block(x, rope, cache, mask)
         if cache is not None:
             cache.advance(ids.shape[1])
-        x = self.norm(x[:, -1:] if last_only else x)
-        return F.linear(x, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+        return x  # type: ignore[no-any-return]
+
+    def head(self, x: Tensor) -> Tensor:
+        """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
+        return F.linear(self.norm(x), self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)

@@ -39,6 +39,16 @@ class Model(Protocol):
         """
         ...
 
+    def hidden(
+        self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """What comes out of the last layer, ``[B, T, d]``; for a caller who wants the logits of some tokens only."""
+        ...
+
+    def head(self, x: Tensor) -> Tensor:
+        """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
+        ...
+
 
 def build(config: ModelConfig) -> GPT2 | Llama:
     """An uninitialised model of this shape. Under ``torch.device("meta")`` it costs no memory.
