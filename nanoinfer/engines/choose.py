@@ -13,24 +13,22 @@ from nanoinfer.sampling import sample, top_logprobs
 
 
 def choose(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """The next token of each request, from logits ``[R, V]``; back only once the device has them.
-
-    Raises:
-        RequestError: logits that are not finite.
-    """
-    refuse_nan(logits)
+    """The next token of each request, from finite logits ``[R, V]``; back only once the device has them."""
     tokens = sample(logits, [r.sampler for r in requests])
     note_logprobs(logits, tokens, requests)
     return tokens.tolist()  # waits for the device
 
 
-def refuse_nan(logits: Tensor) -> None:
-    """No token can be chosen from NaN: an index beyond the vocabulary would come of it."""
-    if not torch.isfinite(logits.amax(dim=-1)).all():
-        raise RequestError(
-            f"the model's logits are not finite (in {str(logits.dtype).removeprefix('torch.')}): "
-            "its weights are damaged, or its numbers too large for the dtype; take bfloat16 or float32"
-        )
+def not_finite(logits: Tensor) -> dict[int, RequestError]:
+    """Rows of logits ``[R, V]`` from which no token can be chosen, and what to say of each."""
+    finite = torch.isfinite(logits.amax(dim=-1))
+    if finite.all():
+        return {}
+    reason = (
+        f"the model's logits are not finite (in {str(logits.dtype).removeprefix('torch.')}): "
+        "its weights are damaged, or its numbers too large for the dtype; take bfloat16 or float32"
+    )
+    return {row: RequestError(reason) for row in (~finite).nonzero().flatten().tolist()}
 
 
 def note_logprobs(logits: Tensor, tokens: Tensor, running: Sequence[Request]) -> None:

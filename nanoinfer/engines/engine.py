@@ -53,7 +53,7 @@ class Engine(ABC):
         Raises:
             RequestError: before any work, for a prompt or setting that cannot be served.
         """
-        return Generation(self, self._admit(prompts, params))
+        return Generation(self, self.admit(prompts, params))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -64,7 +64,7 @@ class Engine(ABC):
             pass
         return generation.completions
 
-    def _admit(
+    def admit(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         scheduled = now()

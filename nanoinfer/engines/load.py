@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.errors import RequestError, nearest
 from nanoinfer.models.registry import LoadedModel, load_model
 
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (NaiveEngine, CachedEngine)}
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (NaiveEngine, CachedEngine, ContinuousEngine)}
 
 
 def load(
@@ -22,22 +25,30 @@ def load(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "float32",
     seed: int = 0,
+    **options: Any,
 ) -> Engine:
     """Load a model and give it an engine.
 
     Args:
         model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
             model that is loaded already, which is then shared (device, dtype and seed are its own).
-        engine: ``naive`` or ``cached``.
+        engine: ``naive``, ``cached`` or ``continuous``.
         device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         seed: of the weights, for ``random:`` models.
+        options: the engine's own, such as ``max_running`` of ``continuous``.
 
     Raises:
         NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
     """
     if engine not in ENGINES:
         raise RequestError(f"unknown engine '{engine}'; {nearest(str(engine), ENGINES)}")
+    known = list(inspect.signature(ENGINES[engine]).parameters)[1:]
+    for option in options:
+        if option not in known:
+            raise RequestError(
+                f"engine '{engine}' has no option '{option}'; {nearest(option, known) if known else 'it has none'}"
+            )
     if not isinstance(model, LoadedModel):
         model = load_model(model, device=device, dtype=dtype, seed=seed)
-    return ENGINES[engine](model)
+    return ENGINES[engine](model, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,6 +37,17 @@ class Event:
     text: str
     finish_reason: FinishReason | None
     time: float
+
+
+#: Takes a request's events, or the error that ended it.
+Deliver = Callable[[Event | RequestError], None]
+
+
+def checked(item: Event | RequestError) -> Event:
+    """The event, or its error raised."""
+    if isinstance(item, RequestError):
+        raise item
+    return item
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,16 @@ class Request:
         return Completion(
             self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logprobs
         )
+
+
+def by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
+    """The samples of each prompt together."""
+    groups: list[list[Request]] = []
+    for request in requests:
+        if request.sample == 0 or not groups:
+            groups.append([])
+        groups[-1].append(request)
+    return groups
 
 
 def check_prompt(ids: Sequence[int], params: SamplingParams, context: int, vocab_size: int) -> None:

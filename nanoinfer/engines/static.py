@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from nanoinfer.engines.choose import choose
+from nanoinfer.engines.choose import choose, not_finite
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.request import Event, Request
 from nanoinfer.measure.clock import now
@@ -30,7 +30,10 @@ class StaticEngine(Engine):
         while running := [r for r in requests if r.finish_reason is None]:
             with torch.inference_mode():
                 forward = forward or self.start(running)
-                token_ids = choose(forward(running), running)
+                logits = forward(running)
+                for error in not_finite(logits).values():
+                    raise error
+                token_ids = choose(logits, running)
             t = now()
             for request, token_id in zip(running, token_ids, strict=True):
                 yield request.accept(token_id, t)

@@ -23,7 +23,8 @@ class Trace:
     """One request's life, in seconds of a monotonic clock.
 
     ``chunks`` holds ``(t, n)``: ``n`` output tokens became visible at time ``t``.
-    A chunk with ``n == 0`` (a role, a usage frame) is no token.
+    A chunk with ``n == 0`` (a role, a usage frame) is no token. An engine that queues notes ``t_start``, when
+    the queue was left, ``cached_tokens`` of the prompt that were found and not computed, and ``preemptions``.
     """
 
     t_scheduled: float
@@ -33,6 +34,9 @@ class Trace:
     status: Status = "ok"
     prompt_tokens: int = 0
     output_tokens: int = 0
+    t_start: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
 
     def token(self, t: float, n: int = 1) -> None:
         """Note that ``n`` tokens arrived at time ``t``."""

@@ -1,0 +1,209 @@
+"""Continuous batching: who runs is decided anew at every step.
+
+The scheduler says which tokens of which sequences come next; the paged cache holds what they have; one
+forward pass computes them all, packed in a row; those that have reached their end get a token. That is
+:meth:`ContinuousEngine.step`, and all there is to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.engines import scheduler
+from nanoinfer.engines.choose import choose, not_finite
+from nanoinfer.engines.engine import Engine, Prompt
+from nanoinfer.engines.front import Front, Stream
+from nanoinfer.engines.request import Deliver, Event, Request, by_prompt, checked
+from nanoinfer.engines.scheduler import Chunk, Scheduler
+from nanoinfer.errors import RequestError
+from nanoinfer.measure.clock import now
+from nanoinfer.models.registry import LoadedModel
+from nanoinfer.sampling import SamplingParams
+
+
+class ContinuousEngine(Engine):
+    """Iteration-level scheduling over a paged cache.
+
+    Args:
+        loaded: the model.
+        max_running: sequences in a step at most.
+        token_budget: tokens in a step at most, prompts in chunks among them; it bounds how long a step can take.
+        block_size: tokens a block of the cache.
+        cache_tokens: tokens the cache holds. None: what 1 GiB holds on a CPU, half of the free memory on a
+            GPU; never more than a quarter of a CPU's free memory nor than ``max_running`` full contexts.
+        share_prefixes: texts that begin alike share the blocks of their beginning, from call to call.
+
+    Raises:
+        RequestError: sizes that make no engine.
+    """
+
+    name = "continuous"
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        max_running: int = 32,
+        token_budget: int = 256,
+        block_size: int = 16,
+        cache_tokens: int | None = None,
+        share_prefixes: bool = True,
+    ) -> None:
+        super().__init__(loaded)
+        tokens = self._affordable_tokens(max_running) if cache_tokens is None else cache_tokens
+        self.pool = BlockPool(tokens // max(block_size, 1), block_size, share_prefixes)
+        self.scheduler = Scheduler(self.pool, max_running, token_budget)
+        self.cache = PagedCache(self.config, self.pool.n_blocks, block_size, self.device, self.dtype)
+        self.front: Front | None = None
+        self._owners: dict[scheduler.Sequence, list[tuple[Request, Deliver]]] = {}
+
+    # --- requests in and out --------------------------------------------------------------
+
+    def refuse(self, request: Request) -> None:
+        """Refuse what can never fit, and cropping: blocks hold tokens at their own positions."""
+        if request.params.on_full == "crop":
+            raise RequestError("the continuous engine does not crop; use on_full='stop', or the cached engine")
+        self.scheduler.refuse(_most_held(request), request.params.n)
+
+    def add(self, samples: Sequence[Request], deliver: Deliver) -> None:
+        """Queue the samples of one prompt; ``deliver`` is called with their events as steps are run."""
+        sequence = scheduler.Sequence(list(samples[0].prompt_ids), _most_held(samples[0]), len(samples))
+        self.scheduler.add(sequence)
+        self._owners[sequence] = [(request, deliver) for request in samples]
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request, at any moment between steps; its blocks are free at once. Ended ones are left alone."""
+        for sequence, owners in self._owners.items():
+            if any(owner is request for owner, _ in owners):
+                if len(owners) == 1:
+                    self._end(sequence)
+                else:  # its prompt is not computed yet, and others want it too
+                    self._owners[sequence] = [pair for pair in owners if pair[0] is not request]
+                    sequence.width -= 1
+                request.trace.t_end, request.trace.status = now(), "cancelled"
+                return
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._owners)
+
+    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
+        """Step until these requests have ended. Others that are under way get on too, and their events are theirs."""
+        if self.front is not None:
+            yield from self.front.run(requests)
+            return
+        arrived: deque[Event | RequestError] = deque()
+        try:
+            for samples in by_prompt(requests):
+                self.add(samples, arrived.append)
+            while any(r.trace.t_end is None for r in requests):
+                self.step()
+                while arrived:
+                    yield checked(arrived.popleft())
+        finally:
+            for request in requests:
+                self.cancel(request)
+
+    # --- the step -------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Compute what the scheduler says; one token for every sequence whose text is then in the cache."""
+        plan = self.scheduler.schedule()
+        self._note_starts(plan.chunks)
+        chunks = sorted(plan.chunks, key=lambda c: (c.n > 1, c.start))  # neighbours of similar length
+        logits = self._forward(chunks, plan.copies)
+        self.scheduler.commit(plan)
+        ready = [c.sequence for c in chunks if c.reaches_end]
+        rows = [row for row, sequence in enumerate(ready) for _ in range(sequence.width)]
+        texts = [text for sequence in ready for text in self._split(sequence)]
+        if texts:
+            self._accept(texts, logits[rows] if len(rows) > len(ready) else logits)
+
+    def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
+        """Run the chunks through the model; logits ``[R, V]`` of those that reach their text's end."""
+        rows = [NewTokens(c.sequence.table, c.n) for c in chunks if c.sequence.table is not None]
+        cache = self.cache.step(rows, copies)
+        ids = [i for c in chunks for i in c.sequence.tokens[c.start : c.start + c.n]]
+        packed = self.model.hidden(torch.tensor([ids], device=self.device), cache.positions, cache)[0]  # [N, d]
+        ends, at = [], -1
+        for chunk in chunks:
+            at += chunk.n
+            if chunk.reaches_end:
+                ends.append(at)
+        return self.model.head(packed[ends])
+
+    def _split(self, sequence: scheduler.Sequence) -> list[scheduler.Sequence]:
+        """The sequence; where several samples go on from its prompt, now that it is computed, one for each."""
+        twins = self.scheduler.fork(sequence)
+        owners = self._owners[sequence]
+        for twin, owner in zip((sequence, *twins), owners, strict=True):
+            self._owners[twin] = [owner]
+        return [sequence, *twins]
+
+    def _accept(self, texts: Sequence[scheduler.Sequence], logits: Tensor) -> None:
+        """One token for each text, and its event to whoever asked."""
+        owners = [self._owners[text][0] for text in texts]
+        bad = not_finite(logits)
+        good = [row for row in range(len(texts)) if row not in bad]
+        tokens = choose(logits[good] if bad else logits, [owners[row][0] for row in good])
+        t = now()
+        for row, error in bad.items():
+            request, deliver = owners[row]
+            self._end(texts[row])
+            request.trace.t_end, request.trace.status = t, "error"
+            deliver(error)
+        for row, token in zip(good, tokens, strict=True):
+            request, deliver = owners[row]
+            event = request.accept(token, t)
+            if event.finish_reason is None:
+                texts[row].tokens.append(token)
+            else:
+                self._end(texts[row])
+            deliver(event)
+
+    def _end(self, sequence: scheduler.Sequence) -> None:
+        for request, _ in self._owners.pop(sequence):
+            request.trace.preemptions = sequence.preemptions
+        self.scheduler.remove(sequence)
+
+    def _note_starts(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            for request, _ in self._owners[chunk.sequence]:
+                if request.trace.t_start is None:
+                    request.trace.t_start = now()
+                    request.trace.cached_tokens = chunk.sequence.found_tokens
+
+    # --- for many callers -----------------------------------------------------------------
+
+    async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Queue a prompt from an event loop; see :class:`nanoinfer.engines.front.Front`, which this starts."""
+        self.front = self.front or Front(self)
+        return await self.front.submit(prompt, params)
+
+    def close(self) -> None:
+        """Stop the thread that :meth:`submit` started, if any; what is under way ends as cancelled."""
+        if self.front is not None:
+            self.front.close()
+            self.front = None
+
+    def _affordable_tokens(self, max_running: int) -> int:
+        a_token = 2 * self.config.n_layers * self.config.n_kv_heads * self.config.d_head * self.dtype.itemsize
+        if self.device.type == "cuda":
+            most = torch.cuda.mem_get_info(self.device)[0] // 2
+        else:
+            most = min(psutil.virtual_memory().available // 4, 2**30)
+        return min(most // a_token, max_running * self.config.context)
+
+
+def _most_held(request: Request) -> int:
+    """Tokens that the cache holds for a request at its end: the last token is never fed."""
+    return len(request.prompt_ids) + max(request.limit, 1) - 1
