@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
 from nanoinfer.measure.calibrate import scheduled, waited_share
 from nanoinfer.measure.calibration import MOST_WAITED
 from nanoinfer.measure.clock import timed
@@ -42,6 +44,7 @@ from nanoinfer.theory.roofline import Machine
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 MANY = 128  # a pass of more rows takes long and varies little: one is enough, and needs no warm-up
 BATCHES = (1, 4, 16, 32)
+BLOCK = 16  # tokens a block of the paged cache
 CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
 REST_BATCHES = (1, 4, 16, 32)
@@ -62,12 +65,12 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
     device = next(loaded.model.parameters()).device
     with torch.inference_mode():
         products = _products(loaded.model, device, repeats)
-        decode = _decode_attention(loaded, device, repeats)
+        decode, paged = _decode_attention(loaded, device, repeats)
         prefill = _prefill_attention(loaded, device, repeats)
         nothing = Curve((1,), (1.0,))
-        attention = OperatorCurves(products, decode, prefill, nothing, nothing)
-        rest, rest_prefill = _rest(loaded, device, repeats, products, attention)
-    return OperatorCurves(products, decode, prefill, rest, rest_prefill)
+        timed_ones = OperatorCurves(products, decode, paged, prefill, nothing, nothing)
+        rest, rest_prefill = _rest(loaded, device, repeats, timed_ones)
+    return replace(timed_ones, rest=rest, rest_prefill=rest_prefill)
 
 
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
@@ -178,26 +181,46 @@ def _cache(loaded: LoadedModel, batch: int, context: int, device: torch.device) 
     return cache
 
 
-def _decode_attention(loaded: LoadedModel, device: torch.device, repeats: int) -> dict[int, Curve]:
+def _decode_attention(
+    loaded: LoadedModel, device: torch.device, repeats: int
+) -> tuple[dict[int, Curve], dict[int, Curve]]:
+    """Over a contiguous cache, and over the same memory taken as the blocks of a paged one."""
     config = loaded.model.config
     contexts = tuple(c for c in CONTEXTS if c < config.context) + (
         (config.context,) if config.context < CONTEXTS[-1] else ()
     )
-    curves = {}
+    curves, paged_curves = {}, {}
     for batch in BATCHES:
-        seconds = []
+        seconds, paged_seconds = [], []
         for context in contexts:
             cache = _cache(loaded, batch, context, device)
             q = torch.randn(batch, config.n_heads, 1, config.d_head, device=device).to(cache.k.dtype)
-
             seconds.append(_seconds(partial(_attend_all, q, cache), device, repeats) / len(cache.k))
-        curves[batch] = Curve(contexts, tuple(seconds))
-    return curves
+            paged_seconds.append(_seconds(partial(_attend_paged, q, *_blocks(cache)), device, repeats) / len(cache.k))
+        curves[batch], paged_curves[batch] = Curve(contexts, tuple(seconds)), Curve(contexts, tuple(paged_seconds))
+    return curves, paged_curves
 
 
 def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
     for k, v in zip(cache.k, cache.v, strict=True):
         attend(q, k, v)
+
+
+def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
+    """A full contiguous cache's numbers as blocks, shuffled among the rows, and rows that each lack one token."""
+    n_layers, batch, n_kv, context, d_head = cache.k.shape
+    size = math.gcd(context, BLOCK)
+    k, v = (x.view(n_layers, -1, size, n_kv, d_head) for x in (cache.k, cache.v))
+    order = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(0)).view(batch, -1).tolist()
+    return k, v, [(blocks, context - 1, 1) for blocks in order]
+
+
+def _attend_paged(q: Tensor, k: Tensor, v: Tensor, rows: list[Row]) -> None:
+    ragged = RaggedFlash(rows, k) if RaggedFlash.fits(k) else RaggedSdpa(rows, k)
+    packed = q[:, :, 0]  # [N, n_q, d_h]
+    new = packed[:, : k.shape[3]]  # what the new keys are does not matter here: they are in the blocks
+    for k_blocks, v_blocks in zip(k, v, strict=True):
+        ragged(packed, new, new, k_blocks, v_blocks)
 
 
 def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) -> Curve:
@@ -211,9 +234,7 @@ def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) 
     return Curve(sizes, tuple(seconds))
 
 
-def _rest(
-    loaded: LoadedModel, device: torch.device, repeats: int, products: dict[str, Curve], attention: OperatorCurves
-) -> tuple[Curve, Curve]:
+def _rest(loaded: LoadedModel, device: torch.device, repeats: int, timed_ones: OperatorCurves) -> tuple[Curve, Curve]:
     """A layer as it runs among others, less its products and its attention as they ran alone.
 
     Against rows of one token each, as in a decode step, and against the tokens of one prompt.
@@ -226,8 +247,8 @@ def _rest(
         seconds = []
         for batch, new, context in shapes:
             whole = _layer(loaded, device, 1 if new > MANY else repeats, batch, new, context)
-            multiplied = sum(curve.at(batch * new) for name, curve in products.items() if name != "lm_head")
-            seconds.append(max(whole - multiplied - attention.attention(batch, new, context), 1e-6))
+            multiplied = sum(curve.at(batch * new) for name, curve in timed_ones.products.items() if name != "lm_head")
+            seconds.append(max(whole - multiplied - timed_ones.attention(batch, new, context), 1e-6))
         curves.append(Curve(tuple(batch * new for batch, new, _ in shapes), tuple(seconds)))
     return curves[0], curves[1]
 

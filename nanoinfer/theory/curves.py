@@ -53,6 +53,7 @@ class OperatorCurves:
         products: by the names of :func:`~nanoinfer.theory.parameters.layer_matrices` and ``lm_head``:
             seconds of one call against rows, weights coming from memory as in a step.
         decode_attention: by batch: seconds of one layer against context, one new token a row.
+        paged_attention: the same over a paged cache.
         prefill_attention: seconds of one layer against tokens, one row.
         rest: seconds of all else in one layer against rows of one token each: norms, rotation, activation,
             cache, Python.
@@ -61,6 +62,7 @@ class OperatorCurves:
 
     products: Mapping[str, Curve]
     decode_attention: Mapping[int, Curve]
+    paged_attention: Mapping[int, Curve]
     prefill_attention: Curve
     rest: Curve
     rest_prefill: Curve
@@ -76,11 +78,15 @@ class OperatorCurves:
         def curve(points: Mapping[str, list[float]]) -> Curve:
             return Curve(tuple(points["sizes"]), tuple(points["seconds"]))
 
+        def by_batch(curves: Mapping[str, Mapping[str, list[float]]]) -> dict[int, Curve]:
+            return {int(batch): curve(points) for batch, points in curves.items()}
+
         try:
             data = json.loads(text)
             return cls(
                 {name: curve(points) for name, points in data["products"].items()},
-                {int(batch): curve(points) for batch, points in data["decode_attention"].items()},
+                by_batch(data["decode_attention"]),
+                by_batch(data["paged_attention"]),
                 *(curve(data[name]) for name in ("prefill_attention", "rest", "rest_prefill")),
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -90,5 +96,13 @@ class OperatorCurves:
         """Seconds of one layer's attention."""
         if new > 1:
             return batch * self.prefill_attention.at(context)
-        batches = tuple(sorted(self.decode_attention))
-        return Curve(batches, tuple(self.decode_attention[b].at(context) for b in batches)).at(batch)
+        return _between_batches(self.decode_attention, batch, context)
+
+    def paged(self, rows: int, context: float) -> float:
+        """Seconds of one layer's attention over a paged cache, one new token a row."""
+        return _between_batches(self.paged_attention, rows, context)
+
+
+def _between_batches(curves: Mapping[int, Curve], batch: int, context: float) -> float:
+    batches = tuple(sorted(curves))
+    return Curve(batches, tuple(curves[b].at(context) for b in batches)).at(batch)

@@ -181,6 +181,23 @@ def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int,
     return _step("decode", config, machine, batch, 1, context, tp)
 
 
+def mixed_step(config: ModelConfig, machine: Machine, rows: Sequence[tuple[int, int]], ends: int) -> Step:
+    """A step of rows that have nothing in common, packed one behind the other, as the continuous engine runs it.
+
+    Args:
+        rows: of each row, tokens that are in the cache already, and new ones.
+        ends: rows whose last token chooses the next one; the head is computed for those alone.
+    """
+    packed = sum(new for _, new in rows)
+    check_sizes(tokens=packed)
+    element = bytes_per_element(machine.dtype)
+    operators = _products(config, machine, packed, ends, element, 1)
+    operators.append(_ragged_attention(config, machine, rows))
+    phase: Phase = "decode" if packed == len(rows) else "prefill"
+    operators.append(_small(phase, config, machine, packed, element))
+    return Step(phase, len(rows), max(old + new for old, new in rows), machine, tuple(operators))
+
+
 def _step(
     phase: Phase,
     config: ModelConfig,
@@ -196,16 +213,25 @@ def _step(
     capacity.check_tp(config, tp)
     element = bytes_per_element(machine.dtype)
     rows = batch * new
-    products: dict[str, Operator] = {}
-    for layer in range(config.n_layers):
-        for matrix in layer_matrices(config, layer):
-            _add(products, _product(matrix, machine, rows, element, tp))
-    _add(products, _product(head_matrix(config), machine, batch, element, tp))
-    operators = [*products.values(), _attention(config, machine, batch, new, context, tp)]
+    operators = _products(config, machine, rows, batch, element, tp)
+    operators.append(_attention(config, machine, batch, new, context, tp))
     operators.append(_small(phase, config, machine, rows, element))
     if tp > 1:
         operators.append(_all_reduces(config, machine, rows, element, tp))
     return Step(phase, batch, context, machine, tuple(operators))
+
+
+def _products(
+    config: ModelConfig, machine: Machine, rows: int, head_rows: int, element: int, tp: int
+) -> list[Operator]:
+    """All weight matrices against ``rows`` rows, and the head against those whose logits are wanted."""
+    products: dict[str, Operator] = {}
+    for layer in range(config.n_layers):
+        for matrix in layer_matrices(config, layer):
+            _add(products, _product(matrix, machine, rows, element, tp))
+    if head_rows:
+        _add(products, _product(head_matrix(config), machine, head_rows, element, tp))
+    return list(products.values())
 
 
 def _product(matrix: Matrix, machine: Machine, rows: int, element: int, tp: int) -> Operator:
@@ -246,6 +272,27 @@ def _attention(config: ModelConfig, machine: Machine, batch: int, new: int, cont
     launch = config.n_layers * machine.launch_s
     return Operator(
         "attention", flops / tp, nbytes, config.n_layers, max(compute, memory) + launch, _bound(compute, memory, launch)
+    )
+
+
+def _ragged_attention(config: ModelConfig, machine: Machine, rows: Sequence[tuple[int, int]]) -> Operator:
+    """Scores and weighted sums of rows of unlike lengths over a paged cache."""
+    pairs = sum(new * old + new * (new + 1) // 2 for old, new in rows)
+    flops = 4.0 * config.n_layers * config.n_heads * config.d_head * pairs
+    nbytes = float(arithmetic.kv_bytes(config, 1, sum(old + new for old, new in rows), machine.dtype))
+    compute, memory = flops / machine.peak, nbytes / machine.bandwidth
+    if (curves := machine.curves) is not None:
+        seconds = 0.0
+        if singles := [old + 1 for old, new in rows if new == 1]:
+            seconds += curves.paged(len(singles), sum(singles) / len(singles))
+        # A chunk is the lower part of a triangle.
+        chunk = curves.prefill_attention
+        seconds += sum(chunk.at(old + new) - (chunk.at(old) if old else 0.0) for old, new in rows if new > 1)
+        side = _side(machine, flops, nbytes)
+        return Operator("attention", flops, nbytes, config.n_layers, config.n_layers * seconds, side)
+    launch = config.n_layers * machine.launch_s
+    return Operator(
+        "attention", flops, nbytes, config.n_layers, max(compute, memory) + launch, _bound(compute, memory, launch)
     )
 
 
@@ -313,3 +360,35 @@ def cached_seconds(config: ModelConfig, machine: Machine, batch: int, prompt: in
     """Predicted seconds of each step of the cached engine: a prefill, then decode steps."""
     first = prefill_step(config, machine, batch, prompt).seconds
     return [first, *(decode_step(config, machine, batch, prompt + i).seconds for i in range(1, new))]
+
+
+def batched_seconds(
+    config: ModelConfig, machine: Machine, prompts: Sequence[int], outputs: Sequence[int], batch_size: int
+) -> Sequence[float]:
+    """Predicted seconds of each static batch, one after the other; ``sum(...)`` is the whole.
+
+    At most ``batch_size`` requests, in their order, are padded to the longest prompt and prefilled together; then all
+    rows decode until the longest answer ends. ``prompts`` and ``outputs`` count each request's tokens; a request
+    without output takes no row.
+
+    Raises:
+        RequestError: lists of unlike lengths, a batch size or prompt below 1, or a request beyond the context.
+    """
+    if len(prompts) != len(outputs):
+        raise RequestError(
+            f"{len(prompts)} prompt lengths but {len(outputs)} output lengths: give one of each a request"
+        )
+    check_sizes(batch_size=batch_size)
+    served = [(prompt, new) for prompt, new in zip(prompts, outputs, strict=True) if new > 0]
+    for prompt, new in served:
+        check_sizes(prompt=prompt)
+        if prompt + new > config.context:
+            raise RequestError(f"{prompt} prompt and {new} output tokens are beyond the model's {config.context}")
+    seconds = []
+    for first in range(0, len(served), batch_size):
+        rows = served[first : first + batch_size]
+        longest, new = (max(lengths) for lengths in zip(*rows, strict=True))
+        # A long prompt beside a long answer: padded rows may be wider than the context that each of them fits.
+        wide = replace(config, context=max(config.context, longest + new))
+        seconds.append(sum(cached_seconds(wide, machine, len(rows), longest, new)))
+    return seconds

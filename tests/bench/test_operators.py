@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanoinfer.bench import operators
 from nanoinfer.bench.operators import measure_operators, this_machine
+from nanoinfer.cache.ragged import RaggedSdpa
+from nanoinfer.models.attention import attend
 from nanoinfer.models.registry import load_model
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import decode_step, prefill_step
@@ -21,7 +24,22 @@ def test_every_product_of_the_table_has_its_curve(name: str) -> None:
     assert set(curves.products) == {m.name for m in (*layer_matrices(config, 0), head_matrix(config))}
     assert all(curve.sizes == operators.ROWS for curve in curves.products.values())
     assert set(curves.decode_attention) == set(operators.BATCHES)
+    assert curves.paged_attention.keys() == curves.decode_attention.keys()
     assert max(curves.decode_attention[1].sizes) == config.context
+
+
+def test_the_paged_timing_computes_the_same_attention() -> None:
+    loaded = load_model("random:tiny-llama")
+    config = loaded.model.config
+    cache = operators._cache(loaded, 3, 32, torch.device("cpu"))
+    k, v, rows = operators._blocks(cache)
+    q = torch.randn(3, config.n_heads, 1, config.d_head)
+    # The blocks are shuffled among the rows: put each row's together again.
+    flat = [torch.stack([x[0, blocks].flatten(0, 1) for blocks, _, _ in rows]).transpose(1, 2) for x in (k, v)]
+    ragged = RaggedSdpa(rows, k)
+    new = torch.zeros(3, config.n_kv_heads, config.d_head)
+    torch.testing.assert_close(ragged(q[:, :, 0], new, new, k[0], v[0]).flatten(1), attend(q, *flat)[:, 0])
+    assert sorted(block for blocks, _, _ in rows for block in blocks) == list(range(k.shape[1]))
 
 
 def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from nanoinfer.models.config import SHAPES
 from nanoinfer.theory.curves import Curve, OperatorCurves
-from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
+from nanoinfer.theory.roofline import Machine, decode_step, mixed_step, prefill_step
 
 FLAT = Curve((1,), (1.0,))
 
@@ -31,6 +31,7 @@ def curves() -> OperatorCurves:
     return OperatorCurves(
         products={name: Curve((1, 4), (1e-3, 2e-3)) for name in names},
         decode_attention={1: Curve((16, 64), (1e-4, 4e-4)), 4: Curve((16, 64), (4e-4, 16e-4))},
+        paged_attention={1: Curve((16, 64), (2e-4, 8e-4)), 4: Curve((16, 64), (8e-4, 32e-4))},
         prefill_attention=Curve((16,), (5e-4,)),
         rest=Curve((1,), (1e-5,)),
         rest_prefill=Curve((16,), (3e-5,)),
@@ -55,6 +56,28 @@ def test_attention_between_batches_and_beyond() -> None:
     assert c.attention(2, 1, 16) == pytest.approx(2e-4)
     assert c.attention(8, 1, 64) == pytest.approx(32e-4)
     assert c.attention(3, 16, 16) == pytest.approx(15e-4)
+
+
+def test_a_mixed_step_of_decoding_rows_and_chunks() -> None:
+    config, machine = SHAPES["smollm2-135m"], Machine("here", "float32", 1e11, 1e10, curves=curves())
+    # Four rows at 16 tokens, the newest included; all of them choose a token.
+    decode = mixed_step(config, machine, [(15, 1)] * 4, ends=4)
+    assert decode.seconds == pytest.approx(30 * 14e-3 + 2e-3 + 30 * 8e-4 + 31 * 4e-5)
+    # One of them beside 16 tokens of a prompt behind 16 others: the triangle of 32 less that of 16.
+    mixed = mixed_step(config, machine, [(15, 1), (16, 16)], ends=1)
+    attention = 30 * (2e-4 + 5e-4 * 32 / 16 - 5e-4)
+    assert mixed.seconds == pytest.approx(30 * 7 * 17 / 4 * 2e-3 + 1e-3 + attention + 31 * 3e-5 * 17 / 16)
+    assert [op.name for op in mixed_step(config, machine, [(0, 16)], ends=0).operators].count("lm_head") == 0
+
+
+def test_a_mixed_step_of_like_rows_is_the_step_of_the_roofline() -> None:
+    config, machine = SHAPES["smollm2-135m"], Machine.datasheet("H100", "bfloat16")
+    assert mixed_step(config, machine, [(99, 1)] * 8, 8).seconds == pytest.approx(
+        decode_step(config, machine, 8, 100).seconds
+    )
+    one, prefill = mixed_step(config, machine, [(0, 512)], 1), prefill_step(config, machine, 1, 512)
+    assert one.nbytes == pytest.approx(prefill.nbytes)
+    assert one.seconds == pytest.approx(prefill.seconds, rel=0.01)
 
 
 def test_round_trip_and_damage() -> None:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.config import SHAPES
 from nanoinfer.theory import arithmetic
-from nanoinfer.theory.roofline import Machine, Step, cached_seconds, decode_step, naive_seconds, prefill_step
+from nanoinfer.theory.roofline import (
+    Machine,
+    Step,
+    batched_seconds,
+    cached_seconds,
+    decode_step,
+    naive_seconds,
+    prefill_step,
+)
 
 LLAMA, XL, SMOL = SHAPES["llama-3.1-8b"], SHAPES["gpt2-xl"], SHAPES["smollm2-135m"]
 H100 = Machine.datasheet("H100", "bfloat16")
@@ -106,3 +114,35 @@ def test_errors_name_the_thing() -> None:
         Machine.datasheet("T4", "fp8")
     with pytest.raises(DeviceError, match="did you mean 'h100'"):
         Machine.datasheet("H10")
+
+
+class TestStaticBatches:
+    """Padded to the longest prompt, as long as the longest answer, one batch after the other."""
+
+    def test_each_batch_is_a_prefill_and_steps_until_its_longest_row_ends(self) -> None:
+        first = prefill_step(XL, H100, 2, 30).seconds + sum(decode_step(XL, H100, 2, 30 + i).seconds for i in (1, 2, 3))
+        second = prefill_step(XL, H100, 1, 5).seconds + decode_step(XL, H100, 1, 6).seconds
+        assert batched_seconds(XL, H100, [10, 30, 5], [4, 1, 2], 2) == pytest.approx([first, second], rel=1e-12)
+
+    def test_one_row_at_a_time_is_the_cached_engine(self) -> None:
+        alone = [sum(cached_seconds(XL, H100, 1, prompt, new)) for prompt, new in ((10, 4), (30, 2))]
+        assert batched_seconds(XL, H100, [10, 30], [4, 2], 1) == alone
+
+    def test_a_batch_larger_than_the_requests_and_requests_without_output(self) -> None:
+        assert batched_seconds(XL, H100, [10, 900], [4, 0], 32) == [sum(cached_seconds(XL, H100, 1, 10, 4))]
+        assert batched_seconds(XL, H100, [], [], 32) == []
+        assert batched_seconds(XL, H100, [7], [0], 32) == []
+
+    def test_padded_rows_may_be_wider_than_the_context(self) -> None:
+        (together,) = batched_seconds(XL, H100, [1000, 4], [24, 900], 2)
+        assert together > max(batched_seconds(XL, H100, [1000, 4], [24, 900], 1))
+        with pytest.raises(RequestError, match="1000 prompt and 25 output tokens are beyond the model's 1024"):
+            batched_seconds(XL, H100, [1000], [25], 2)
+
+    def test_errors_name_the_thing(self) -> None:
+        with pytest.raises(RequestError, match="2 prompt lengths but 1 output lengths"):
+            batched_seconds(XL, H100, [1, 2], [3], 2)
+        with pytest.raises(RequestError, match="batch_size must be at least 1, got 0"):
+            batched_seconds(XL, H100, [1], [3], 0)
+        with pytest.raises(RequestError, match="prompt must be at least 1, got 0"):
+            batched_seconds(XL, H100, [0], [3], 2)

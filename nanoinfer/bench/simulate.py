@@ -1,0 +1,74 @@
+"""The scheduler of the real engine on a clock that is only computed.
+
+Nothing runs but the policy: the step-time model says how long each step would take. The same
+:class:`~nanoinfer.engines.scheduler.Scheduler` object, fed the same work, makes the same plans as in a real run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from nanoinfer.bench.workload import Work
+from nanoinfer.engines.scheduler import Plan, Scheduler
+from nanoinfer.engines.scheduler import Sequence as Text
+from nanoinfer.measure.trace import Trace
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.theory.roofline import Machine, mixed_step
+
+
+def step_seconds(config: ModelConfig, machine: Machine) -> Callable[[Plan], float]:
+    """What a plan takes by the step-time model."""
+
+    def seconds(plan: Plan) -> float:
+        rows = [(chunk.start, chunk.n) for chunk in plan.chunks]
+        return mixed_step(config, machine, rows, sum(chunk.reaches_end for chunk in plan.chunks)).seconds
+
+    return seconds
+
+
+def simulate(work: Sequence[Work], scheduler: Scheduler, seconds: Callable[[Plan], float]) -> list[Trace]:
+    """Serve the work on a virtual clock that starts at 0.
+
+    Args:
+        work: in any order; each request ends after its ``output`` tokens.
+        scheduler: with an empty house.
+        seconds: how long a step of this plan takes.
+
+    Returns:
+        one trace a request, in the order of ``work``.
+
+    Raises:
+        RequestError: before anything runs, for work that can never fit.
+    """
+    traces = [Trace(w.at, w.at, prompt_tokens=len(w.prompt)) for w in work]
+    for w in work:
+        scheduler.refuse(len(w.prompt) + w.output - 1)
+    due = deque(sorted(range(len(work)), key=lambda i: work[i].at))
+    here: dict[Text, int] = {}
+    clock = 0.0
+    while due or here:
+        if not here:
+            clock = max(clock, work[due[0]].at)
+        while due and work[due[0]].at <= clock:
+            index = due.popleft()
+            text = Text(list(work[index].prompt), len(work[index].prompt) + work[index].output - 1)
+            scheduler.add(text)
+            here[text] = index
+        plan = scheduler.schedule()
+        for chunk in plan.chunks:
+            trace = traces[here[chunk.sequence]]
+            if trace.t_start is None:
+                trace.t_start, trace.cached_tokens = clock, chunk.sequence.found_tokens
+        clock += seconds(plan)
+        scheduler.commit(plan)
+        for text in [chunk.sequence for chunk in plan.chunks if chunk.reaches_end]:
+            trace = traces[here[text]]
+            trace.token(clock)
+            if trace.output_tokens == work[here[text]].output:
+                trace.t_end, trace.preemptions = clock, text.preemptions
+                del here[text]
+                scheduler.remove(text)
+            else:
+                text.tokens.append(0)
+    return traces

@@ -1,0 +1,109 @@
+"""Static batching: many requests, a few rows at a time, each batch from its first row to its last.
+
+Requests are served in the order they came. A batch starts together, is padded on the left to its longest
+prompt, and lasts until its longest answer ends; only then does the next one start. What that costs is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import astuple, dataclass
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from nanoinfer.engines.cached import CachedBatch, CachedEngine
+from nanoinfer.engines.request import Event, Request
+from nanoinfer.engines.static import Forward
+from nanoinfer.errors import RequestError
+from nanoinfer.models.registry import LoadedModel
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What passes over static batches computed and held, and how much of it was for nothing.
+
+    Args:
+        prefill_slots: places ``[B, T]`` of the passes that take whole rows.
+        prefill_padding: those of them that were padding.
+        decode_rows: rows of the passes that take one token a row.
+        decode_ended: those of them whose request had ended.
+        kv_held: places for a token in the cache, ``B`` times its capacity, once for each pass.
+        kv_live: those of them that held a token of a running request after the pass.
+
+    A batch that crops recomputes the rows that still run: such a pass takes whole rows, and finds nothing live.
+    """
+
+    prefill_slots: int = 0
+    prefill_padding: int = 0
+    decode_rows: int = 0
+    decode_ended: int = 0
+    kv_held: int = 0
+    kv_live: int = 0
+
+    @property
+    def padding_share(self) -> float:
+        """``prefill_padding / prefill_slots``, 0 to 1."""
+        return self.prefill_padding / max(1, self.prefill_slots)
+
+    @property
+    def ended_share(self) -> float:
+        """``decode_ended / decode_rows``, 0 to 1."""
+        return self.decode_ended / max(1, self.decode_rows)
+
+    @property
+    def kv_idle_share(self) -> float:
+        """``1 - kv_live / kv_held``, 0 to 1: padding, places not yet filled, and rows that have ended."""
+        return 1 - self.kv_live / self.kv_held if self.kv_held else 0.0
+
+    def __add__(self, other: Waste) -> Waste:
+        """Both together."""
+        return Waste(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class BatchedEngine(CachedEngine):
+    """The cached engine on batches of at most ``batch_size`` rows, one after the other.
+
+    ``waste`` is that of the last run, so far. Raises :class:`RequestError` for a batch size below 1.
+    """
+
+    name = "batched"
+
+    def __init__(self, loaded: LoadedModel, batch_size: int = 32) -> None:
+        given: Any = batch_size
+        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+            raise RequestError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        super().__init__(loaded)
+        self.batch_size = int(batch_size)
+        self.waste = Waste()
+
+    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
+        """Cut the requests into batches, in their order, and run each to its end."""
+        self.waste = Waste()
+        for first in range(0, len(requests), self.batch_size):
+            yield from super().run(requests[first : first + self.batch_size])
+
+    def start(self, requests: list[Request]) -> Forward:
+        """Allocate the cache of one batch; every pass is counted."""
+        batch = CachedBatch(self, requests)
+
+        def forward(running: list[Request]) -> Tensor:
+            is_prefill = batch.cache.length == 0
+            logits = batch(running)
+            self.waste += _of_pass(batch, running, is_prefill)
+            return logits
+
+        return forward
+
+
+def _of_pass(batch: CachedBatch, running: list[Request], is_prefill: bool) -> Waste:
+    """Count one pass of a batch, for which ``running`` were the requests that had not ended."""
+    lengths = [min(r.length, batch.config.context) for r in running]
+    held = len(batch.requests) * batch.cache.capacity
+    if batch.cropped or is_prefill:
+        slots = len(running) * max(lengths)
+        live = 0 if batch.cropped else sum(lengths)
+        return Waste(slots, slots - sum(lengths), kv_held=held, kv_live=live)
+    rows = len(batch.requests)
+    return Waste(decode_rows=rows, decode_ended=rows - len(running), kv_held=held, kv_live=sum(lengths))
