@@ -27,6 +27,19 @@ def step_seconds(config: ModelConfig, machine: Machine) -> Callable[[Plan], floa
     return seconds
 
 
+def watch(scheduler: Scheduler) -> list[Plan]:
+    """A list to which every plan is added that the scheduler makes from now on."""
+    plans: list[Plan] = []
+    schedule = scheduler.schedule
+
+    def watched() -> Plan:
+        plans.append(schedule())
+        return plans[-1]
+
+    scheduler.schedule = watched  # type: ignore[method-assign]
+    return plans
+
+
 def simulate(work: Sequence[Work], scheduler: Scheduler, seconds: Callable[[Plan], float]) -> list[Trace]:
     """Serve the work on a virtual clock that starts at 0.
 

@@ -88,16 +88,15 @@ class BlockPool:
         The last token has to be computed in any case, for its logits.
         """
         table = BlockTable()
-        if self.share_prefixes:
-            for start in range(0, len(tokens) - self.block_size, self.block_size):
-                key = (table.prefix, tuple(tokens[start : start + self.block_size]))
-                if key not in self._found:
-                    break
-                table.prefix, block = self._found[key]
-                self._share(block)
-                table.blocks.append(block)
-            table.filed = len(table.blocks)
-            table.length = table.filed * self.block_size
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            key = (table.prefix, tuple(tokens[start : start + self.block_size]))
+            if key not in self._found:
+                break
+            table.prefix, block = self._found[key]
+            self._share(block)
+            table.blocks.append(block)
+        table.filed = len(table.blocks)
+        table.length = table.filed * self.block_size
         return table
 
     def missing(self, table: BlockTable, n_new: int) -> int:
@@ -203,8 +202,8 @@ class BlockPool:
         filled: dict[int, int] = {}
         for table in tables:
             for index, block in enumerate(table.blocks):
-                here = min(max(table.length - index * self.block_size, 0), self.block_size)
-                filled[block] = max(filled.get(block, 0), here)
+                # All who share a block have filled it equally far.
+                filled[block] = min(max(table.length - index * self.block_size, 0), self.block_size)
         return sum(filled.values())
 
     def check(self, tables: Iterable[BlockTable] | None = None) -> None:
@@ -217,12 +216,12 @@ class BlockPool:
         used = {block for block, refs in enumerate(self._refs) if refs}
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & cached or free & used or cached & used), "a block is in two states"
-        assert len(free) + len(cached) + len(used) == self.n_blocks, "a block is lost"
+        assert free | cached | used == set(range(self.n_blocks)), "a block is lost"
         assert min(self._refs) >= 0, "a block was released more often than it was taken"
         assert cached <= self._key_of.keys(), "a cached block cannot be found"
-        assert {block: self._found[key][1] for block, key in self._key_of.items()} == {
-            block: block for block in self._key_of
-        }, "a block is filed under another's content"
+        assert not free & self._key_of.keys(), "a free block can be found"
+        found = {(block, key) for key, (_, block) in self._found.items()}
+        assert found == set(self._key_of.items()), "a block is filed under another's content"
         if tables is not None:
             held = [0] * self.n_blocks
             for table in tables:

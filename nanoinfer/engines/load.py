@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.engines.batched import BatchedEngine
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
@@ -15,7 +16,9 @@ from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.errors import RequestError, nearest
 from nanoinfer.models.registry import LoadedModel, load_model
 
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (NaiveEngine, CachedEngine, ContinuousEngine)}
+ENGINES: dict[str, type[Engine]] = {
+    engine.name: engine for engine in (NaiveEngine, CachedEngine, BatchedEngine, ContinuousEngine)
+}
 
 
 def load(
@@ -32,11 +35,11 @@ def load(
     Args:
         model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
             model that is loaded already, which is then shared (device, dtype and seed are its own).
-        engine: ``naive``, ``cached`` or ``continuous``.
+        engine: ``naive``, ``cached``, ``batched`` or ``continuous``.
         device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         seed: of the weights, for ``random:`` models.
-        options: the engine's own, such as ``max_running`` of ``continuous``.
+        options: the engine's own, such as ``batch_size`` of ``batched`` or ``max_running`` of ``continuous``.
 
     Raises:
         NanoinferError: one line that names what is unknown, missing or damaged, and the way out.

@@ -142,17 +142,18 @@ class Scheduler:
     # --- a step ---------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """The next step's work; empty only when there is nobody left."""
+        """The next step's work; empty only when there is nobody left.
+
+        A plan must be carried out: its blocks are taken. Whoever cannot has to remove everybody.
+        """
         plan, budget = Plan(), self.token_budget
         for sequence in [s for s in self.running if s.remaining == 1]:
             # Younger ones make room; where there are none, the sequence itself has to go.
             while sequence.table is not None and not self.pool.room(sequence.table):
-                self._preempt_youngest(plan)
+                self._preempt_youngest()
             budget -= self._compute(sequence, 1, plan)
         for sequence in [s for s in self.running if s.remaining > 1]:
-            # Prompts wait for blocks while others decode: those will end. If nobody moves, the youngest has to go.
-            while not plan.chunks and sequence.table is not None and not self.pool.room(sequence.table):
-                self._preempt_youngest(plan)
+            # Without room a prompt waits with what it has: others decode beside it, and will end.
             budget -= self._compute(sequence, budget, plan)
         while budget and (newcomer := self._admit()):
             budget -= self._compute(newcomer, budget, plan)
@@ -173,11 +174,9 @@ class Scheduler:
             plan.chunks.append(Chunk(sequence, table.length, n))
         return n
 
-    def _preempt_youngest(self, plan: Plan) -> None:
-        """The youngest that this step does not compute gives its blocks back and goes to the head of the queue."""
-        planned = {id(chunk.sequence) for chunk in plan.chunks}
-        victim = next(s for s in reversed(self.running) if id(s) not in planned)
-        self.running.remove(victim)
+    def _preempt_youngest(self) -> None:
+        """The youngest gives its blocks back and goes to the head of the queue. Those in the plan are older."""
+        victim = self.running.pop()
         self._close(victim)
         victim.preemptions += 1
         self.preemptions += 1
@@ -186,16 +185,15 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         """Start the head of the queue, if it has a place and room for all of its text.
 
-        What the others still need for theirs, and a block for each, is set aside: to admit somebody and
-        throw them out again costs more than to let them wait.
+        A block for each of the others is set aside: to admit somebody and throw them out again costs more
+        than to let them wait.
         """
         if not self.waiting or self.places_taken + self.waiting[0].width > self.max_running:
             return None
         head = self.waiting[0]
         table = self.pool.open(head.tokens)
         needed = self.pool.missing(table, len(head.tokens) - table.length)
-        aside = sum(1 + self.pool.missing(s.table, s.remaining) for s in self.running if s.table is not None)
-        if needed + aside > self.pool.available:
+        if needed + len(self.running) > self.pool.available:
             self.pool.close(table)
             return None
         self.waiting.popleft()
