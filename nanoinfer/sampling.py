@@ -9,7 +9,8 @@ so what a seeded request says never depends on its neighbours in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import RequestError
+from nanoinfer.filters import Limits, best_few, keep_by_counting, keep_by_sorting, keep_ids, mass
 
 WHOLE = ("max_tokens", "n", "top_k", "seed", "logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -135,84 +137,124 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     Does not record the tokens: the caller appends them to ``state.generated``.
     """
     logits = penalise(logits.float(), states)
-    greedy = logits.argmax(dim=-1)
-    rows = [i for i, s in enumerate(states) if s.params.temperature > 0]
-    if not rows:
-        return greedy
-    index = torch.tensor(rows, device=logits.device)
-    params = [states[i].params for i in rows]
-    probs = distribution(logits[index], params)
-    if probs.device.type == "mps":  # has no fp64
-        probs = probs.cpu()
-    draws = torch.tensor([states[i].draw() for i in rows], dtype=torch.float64, device=probs.device)
-    mass = probs.double().cumsum(dim=-1)  # [R, V]; fp64, or the tail of a large vocabulary is lost
-    # Scale to the mass that is really there, and stay below it: rounding must not point past the last kept id.
-    total = mass[:, -1]
-    point = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
-    greedy[index] = torch.searchsorted(mass, point[:, None], right=True).squeeze(-1).to(greedy.device)
-    return greedy
-
-
-def penalise(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """Apply repetition, frequency and presence penalties, ``[B, V]``; rows without any are untouched."""
+    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)
+    ways: dict[Way, list[int]] = {}
     for row, state in enumerate(states):
-        p = state.params
-        if p.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted({*state.prompt_ids, *state.generated}), device=logits.device)
-            value = logits[row, seen]
-            scaled = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
-            logits = logits.index_put((torch.tensor(row, device=logits.device), seen), scaled)
-        if (p.frequency_penalty or p.presence_penalty) and state.generated:
-            counts = torch.bincount(torch.tensor(state.generated), minlength=logits.shape[-1]).to(logits)
-            less = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
-            logits = torch.cat((logits[:row], (logits[row] - less)[None], logits[row + 1 :]))
-    return logits
+        ways.setdefault(way_of(state.params), []).append(row)
+    for way, rows in ways.items():
+        index = torch.tensor(rows, device=logits.device)
+        part = logits if len(rows) == len(states) else logits[index]
+        tokens[index] = way(part, [states[i] for i in rows]).to(tokens.device)
+    return tokens
 
 
-def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Probabilities after temperature and filters, ``[R, V]`` in id order; dropped ids have 0, each row sums to 1.
+Way = Callable[[Tensor, Sequence[SamplerState]], Tensor]
 
-    All temperatures must be above 0. Only rows that filter are sorted; what a row gets does not
-    depend on the others.
-    """
+
+def way_of(params: SamplingParams) -> Way:
+    """How a row's token is chosen: rows of one way go together."""
+    if params.temperature == 0:
+        return take_best
+    return draw_kept if params.top_k or params.top_p < 1.0 or params.min_p else draw_any
+
+
+def take_best(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """The most likely id of each row, ``[R]``; the lowest on a tie."""
+    return logits.argmax(dim=-1)
+
+
+def draw_any(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """One id a row, ``[R]``, from the whole vocabulary."""
+    probs = tempered(logits, [s.params for s in states])
+    return pick(probs, roll(states, probs.device))
+
+
+def draw_kept(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """One id a row, ``[R]``, from what the row's filters keep; they need not be the same for all rows."""
+    params = [s.params for s in states]
+    probs = tempered(logits, params)
+    draws = roll(states, probs.device)
+    limits = Limits.of(params, probs.shape[-1], probs.device)
+    ids, kept, enough = best_few(probs, limits)
+    tokens = ids.gather(-1, pick(kept, draws)[:, None])[:, 0]
+    more = (~enough).nonzero()[:, 0]
+    if len(more):
+        kept = probs[more] * keep_by_counting(probs[more], limits.rows(more))
+        tokens[more] = pick(kept, draws[more])
+    return tokens
+
+
+def draw_by_sorting(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """The same tokens as :func:`draw_kept`, with every row sorted whole: the reference, and slow."""
+    params = [s.params for s in states]
+    probs = tempered(logits, params)
+    keep = keep_by_sorting(probs, Limits.of(params, probs.shape[-1], probs.device))
+    return pick(probs * keep, roll(states, probs.device))
+
+
+def roll(states: Sequence[SamplerState], device: torch.device) -> Tensor:
+    """Each row's own dice, once: ``[R, 1]`` fp64."""
+    return torch.tensor([[s.draw()] for s in states], dtype=torch.float64, device=device)
+
+
+def tempered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities after temperature, before filters, ``[R, V]`` fp32; all temperatures above 0."""
+    if logits.device.type == "mps":  # has no fp64, which the filters and the draw count in
+        logits = logits.cpu()
     # The largest logit is taken off first, or a tiny temperature would overflow to inf - inf; and one that
     # fp32 cannot hold would be 0.
     least = torch.finfo(torch.float32).tiny
-    temperature = torch.tensor([max(p.temperature, least) for p in params], device=logits.device)[:, None]
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    rows = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
-    probs = scaled.softmax(dim=-1)
-    if not rows:
-        return probs
-    vocab = logits.shape[-1]
-    index = torch.tensor(rows, device=logits.device)
-    column = [[min(params[i].top_k or vocab, vocab), params[i].top_p, params[i].min_p] for i in rows]
-    top_k, top_p, min_p = torch.tensor(column, dtype=torch.float32, device=logits.device).T[:, :, None]
-    ordered, ids = scaled[index].sort(dim=-1, descending=True, stable=True)  # stable: ties go to the lowest id
-    ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -math.inf)
-    kept = filter_min_p(filter_top_p(ordered.softmax(dim=-1), top_p), min_p)
-    probs[index] = torch.zeros_like(kept).scatter_(-1, ids, kept)
-    return probs
+    temperature = torch.tensor([[max(p.temperature, least)] for p in params], device=logits.device)
+    return (logits.float() - logits.amax(dim=-1, keepdim=True)).div_(temperature).softmax(dim=-1)
 
 
-def filter_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely ids whose mass reaches ``top_p``, renormalised.
+def pick(probs: Tensor, draws: Tensor) -> Tensor:
+    """The first column of each row, ``[R]``, at which the running mass exceeds the draw.
 
-    ``probs`` is ``[R, V]``, each row sorted from most likely to least; ``top_p`` is ``[R, 1]``.
-    An id stays when the mass *before* it is below p, so the one that crosses p is kept,
-    and so is the first whatever p is. A row with p = 1 comes back unchanged.
+    ``probs`` is ``[R, N]``, whose rows need not sum to 1; ``draws`` is ``[R, 1]`` fp64 in [0, 1).
+    A column of probability 0 is never picked.
     """
-    before = probs.cumsum(dim=-1) - probs
-    keep = (before < top_p) | (top_p >= 1.0)
-    keep[:, 0] = True
-    kept = probs * keep
-    return torch.where(top_p >= 1.0, probs, kept / kept.sum(dim=-1, keepdim=True))
+    running = mass(probs).cumsum(dim=-1)
+    total = running[:, -1:]
+    point = torch.minimum(draws * total, total - 1.0)  # rounding must not point past the last column
+    return torch.searchsorted(running, point, right=True)[:, 0]
 
 
-def filter_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
-    """Drop ids less likely than ``min_p`` times the most likely, renormalised. ``[R, V]`` and ``[R, 1]``."""
-    kept = probs * (probs >= min_p * probs.amax(dim=-1, keepdim=True))
-    return torch.where(min_p > 0.0, kept / kept.sum(dim=-1, keepdim=True), probs)
+def penalise(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Apply repetition, then frequency and presence penalties, ``[B, V]``; rows without any are untouched."""
+    params = [s.params for s in states]
+    seen = [{*s.prompt_ids, *s.generated} if s.params.repetition_penalty != 1.0 else set() for s in states]
+    if any(seen):
+        rows, ids = _rows_and_ids(seen, logits.device)
+        penalty = torch.tensor([p.repetition_penalty for p in params], device=logits.device)[rows]
+        value = logits[rows, ids]
+        logits = logits.index_put((rows, ids), torch.where(value > 0, value / penalty, value * penalty))
+    subtract = [p.frequency_penalty != 0.0 or p.presence_penalty != 0.0 for p in params]
+    counts = [Counter(s.generated if on else ()) for s, on in zip(states, subtract, strict=True)]
+    if any(counts):
+        rows, ids = _rows_and_ids(counts, logits.device)
+        times = torch.tensor([n for count in counts for n in count.values()], device=logits.device)
+        setting = torch.tensor([[p.frequency_penalty, p.presence_penalty] for p in params], device=logits.device)
+        frequency, presence = setting[rows].T
+        logits = logits.index_put((rows, ids), logits[rows, ids] - (frequency * times + presence))
+    return logits
+
+
+def _rows_and_ids(groups: Sequence[Collection[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The distinct ids of every row, one after the other, and the row of each."""
+    lengths = torch.tensor([len(group) for group in groups])
+    rows = torch.arange(len(groups)).repeat_interleave(lengths).to(device)
+    return rows, torch.tensor([i for group in groups for i in group], device=device)
+
+
+def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What :func:`sample` draws from: ``[R, V]`` in id order; dropped ids have 0, each row sums to 1.
+
+    After temperature and filters, without penalties. All temperatures must be above 0.
+    """
+    probs = tempered(logits, params)
+    kept = probs * keep_ids(probs, Limits.of(params, probs.shape[-1], probs.device))
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

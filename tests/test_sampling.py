@@ -15,7 +15,6 @@ from nanoinfer.sampling import (
     SamplerState,
     SamplingParams,
     distribution,
-    filter_top_p,
     penalise,
     sample,
     top_logprobs,
@@ -57,12 +56,6 @@ def test_top_p_renormalises() -> None:
     left = kept(SamplingParams(temperature=1.0, top_p=0.6))
     assert left[1] == pytest.approx(2 / 3, abs=1e-6)
     assert left[3] == pytest.approx(1 / 3, abs=1e-6)
-
-
-def test_top_p_exact_hits_on_probabilities() -> None:
-    probs = torch.tensor([[0.5, 0.25, 0.1875, 0.0625]])
-    assert (filter_top_p(probs, torch.tensor([[0.5]])) > 0).tolist() == [[True, False, False, False]]
-    assert (filter_top_p(probs, torch.tensor([[0.75]])) > 0).tolist() == [[True, True, False, False]]
 
 
 def test_top_p_draws_follow_the_renormalised_distribution() -> None:
@@ -147,6 +140,23 @@ def test_repetition_comes_before_presence() -> None:
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5)
     state = SamplerState(params, [0], generated=[1])
     assert penalise(torch.tensor([[2.0, 2.0]]), [state]).tolist() == [[1.0, 0.5]]
+
+
+def test_penalties_of_a_mixed_batch_are_those_of_each_row_alone() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+    states = [
+        SamplerState(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5), [1, 1, 2], [7, 7, 3]),
+        SamplerState(SamplingParams(), [1, 2], [7]),
+        SamplerState(SamplingParams(frequency_penalty=0.2), [4], [9, 9, 9, 8]),
+        SamplerState(SamplingParams(frequency_penalty=0.2, repetition_penalty=0.8), [49], []),
+    ]
+    before = logits.clone()
+    together = penalise(logits, states)
+    assert torch.equal(together, torch.cat([penalise(logits[i : i + 1], [s]) for i, s in enumerate(states)]))
+    assert torch.equal(together[1], before[1])
+    assert together[2, 9].item() == pytest.approx(before[2, 9].item() - 3 * 0.2)
+    assert (together[0] != before[0]).nonzero()[:, 0].tolist() == [1, 2, 3, 7]
+    assert torch.equal(logits, before)  # the raw logits are still wanted, for log-probabilities
 
 
 def test_seeded_row_does_not_depend_on_its_neighbours() -> None:

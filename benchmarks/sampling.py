@@ -1,0 +1,125 @@
+"""What choosing tokens costs: sorting the vocabulary against the sort-free path, turn about.
+
+Logits are made, not a model's: peaked ones fall off with rank as a trained model's do, flat ones
+are near a uniform distribution, where few ids are nearly all of them and a sort-free path has the
+least to gain. Both ways choose the same tokens, which is checked first. Run
+``python -m benchmarks.sampling`` on a quiet machine (about a minute on two cores); the result is
+stored under ``results/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.filters import Limits, best_few, keep_by_sorting
+from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.repeat import Timing, paired, repeat
+from nanoinfer.sampling import SamplerState, SamplingParams, draw_by_sorting, sample, tempered
+
+VOCABULARIES = (49_152, 128_256)
+ROWS = (1, 32)
+SETTINGS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top-k 50": {"temperature": 0.8, "top_k": 50},
+    "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "both": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+}
+#: How fast logits fall with the logarithm of their rank, and the noise about that.
+LOGITS = {"peaked": (1.5, 1.0), "flat": (0.0, 0.1)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting. Seconds are medians with their range; ``sorting`` is None where nothing is filtered.
+
+    ``kept`` is the median number of ids that a row keeps; ``few`` the share of rows whose best few ids were
+    enough; ``ratio`` is sorting / sort-free with its 95% interval.
+    """
+
+    logits: str
+    vocabulary: int
+    rows: int
+    setting: str
+    kept: int
+    few: float
+    seconds: tuple[float, float, float]
+    sorting: tuple[float, float, float] | None
+    ratio: tuple[float, float | None, float | None] | None
+
+
+def made_logits(kind: str, rows: int, vocabulary: int, device: str) -> Tensor:
+    """``[rows, vocabulary]`` fp32; every row has its own order of ids."""
+    fall, noise = LOGITS[kind]
+    generator = torch.Generator().manual_seed(0)
+    level = -fall * torch.arange(1, vocabulary + 1, dtype=torch.float32).log()
+    made = [level[torch.randperm(vocabulary, generator=generator)] for _ in range(rows)]
+    return (torch.stack(made) + noise * torch.randn(rows, vocabulary, generator=generator)).to(device)
+
+
+def point(kind: str, vocabulary: int, rows: int, setting: str, device: str, repeats: int) -> Point:
+    """Check that both ways choose the same, then time them turn about."""
+    logits = made_logits(kind, rows, vocabulary, device)
+    fields = SETTINGS[setting]
+
+    def chooser(way: Callable[[Tensor, list[SamplerState]], Tensor]) -> Callable[[], list[int]]:
+        states = [SamplerState(SamplingParams(**fields, seed=row), [0]) for row in range(rows)]  # type: ignore[arg-type]
+        return lambda: way(logits, states).tolist()
+
+    def spread(timing: Timing) -> tuple[float, float, float]:
+        return statistics.median_low(timing.samples), min(timing.samples), max(timing.samples)
+
+    if not {"top_k", "top_p"} & set(fields):
+        timing = repeat(chooser(sample), device=device, warmup=2, repeats=repeats)
+        return Point(
+            kind, vocabulary, rows, setting, 1 if setting == "greedy" else vocabulary, 0.0, spread(timing), None, None
+        )
+    if chooser(sample)() != chooser(draw_by_sorting)():
+        raise SystemExit(f"{kind}, {vocabulary}, {setting}: the two ways chose different tokens")
+    params = [SamplingParams(**fields)] * rows  # type: ignore[arg-type]
+    probs, limits = tempered(logits, params), Limits.of(params, vocabulary, logits.device)
+    kept = int(keep_by_sorting(probs, limits).sum(dim=-1).median())
+    few = float(best_few(probs, limits)[2].float().mean())
+    both = paired(chooser(draw_by_sorting), chooser(sample), device=device, warmup=2, repeats=repeats)
+    ratio = both.ratio.value, both.ratio.low, both.ratio.high
+    return Point(kind, vocabulary, rows, setting, kept, few, spread(both.b), spread(both.a), ratio)
+
+
+def main() -> None:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path("results/sampling.json"))
+    args = parser.parse_args()
+    points = []
+    print(
+        f"{'logits':8}{'vocabulary':>11}{'rows':>6}  {'setting':12}{'kept':>8}{'ms':>9}{'sorting, ms':>13}{'ratio':>8}"
+    )
+    for kind in LOGITS:
+        for vocabulary in VOCABULARIES:
+            for rows in ROWS:
+                for setting in SETTINGS:
+                    p = point(kind, vocabulary, rows, setting, args.device, args.repeats)
+                    points.append(p)
+                    line = f"{kind:8}{vocabulary:11,}{rows:6}  {setting:12}{p.kept:8,}{1e3 * p.seconds[0]:9.2f}"
+                    if p.sorting and p.ratio:
+                        line += f"{1e3 * p.sorting[0]:13.2f}{p.ratio[0]:8.1f} ({p.ratio[1]:.1f} to {p.ratio[2]:.1f})"
+                    print(line, flush=True)
+    record = {"provenance": provenance(), "device": args.device, "points": [asdict(p) for p in points]}
+    part = args.out.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(args.out)
+    print(f"{len(points)} points written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
