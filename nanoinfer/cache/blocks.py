@@ -76,6 +76,11 @@ class BlockPool:
         """Blocks that a table holds."""
         return self.n_blocks - self.available
 
+    @property
+    def cached(self) -> list[int]:
+        """Blocks that nobody holds and whose content is kept, the next to be evicted first."""
+        return list(self._cached)
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
@@ -156,7 +161,7 @@ class BlockPool:
 
     def drop_cached(self) -> list[int]:
         """Forget all content that nobody holds; returns the blocks, which are now free."""
-        dropped = list(self._cached)
+        dropped = self.cached
         for block in dropped:
             self._forget(block)
         self._free += dropped
