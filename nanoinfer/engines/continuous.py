@@ -2,13 +2,17 @@
 
 The scheduler says which tokens of which sequences come next; the paged cache holds what they have; one
 forward pass computes them all, packed in a row; those that have reached their end get a token. That is
-:meth:`ContinuousEngine.step`, and all there is to it.
+a step, and all there is to it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
 
 import psutil
 import torch
@@ -57,12 +61,19 @@ class ContinuousEngine(Engine):
         share_prefixes: bool = True,
     ) -> None:
         super().__init__(loaded)
-        tokens = self._affordable_tokens(max_running) if cache_tokens is None else cache_tokens
-        self.pool = BlockPool(tokens // max(block_size, 1), block_size, share_prefixes)
+        sizes = {"max_running": max_running, "token_budget": token_budget, "block_size": block_size}
+        for name, size in (sizes if cache_tokens is None else {**sizes, "cache_tokens": cache_tokens}).items():
+            given: Any = size
+            if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+                raise RequestError(f"{name} must be a whole number of at least 1, got {given!r}")
+        tokens = self._affordable_tokens(max_running, block_size) if cache_tokens is None else cache_tokens
+        self.pool = BlockPool(tokens // block_size, block_size, share_prefixes)
         self.scheduler = Scheduler(self.pool, max_running, token_budget)
         self.cache = PagedCache(self.config, self.pool.n_blocks, block_size, self.device, self.dtype)
         self.front: Front | None = None
         self._owners: dict[scheduler.Sequence, list[tuple[Request, Deliver]]] = {}
+        self._cancelled: deque[Request] = deque()  # and not yet taken out
+        self._lock = threading.Lock()  # of all of the above
 
     # --- requests in and out --------------------------------------------------------------
 
@@ -75,20 +86,19 @@ class ContinuousEngine(Engine):
     def add(self, samples: Sequence[Request], deliver: Deliver) -> None:
         """Queue the samples of one prompt; ``deliver`` is called with their events as steps are run."""
         sequence = scheduler.Sequence(list(samples[0].prompt_ids), _most_held(samples[0]), len(samples))
-        self.scheduler.add(sequence)
-        self._owners[sequence] = [(request, deliver) for request in samples]
+        with self._one_at_a_time():
+            self.scheduler.add(sequence)
+            self._owners[sequence] = [(request, deliver) for request in samples]
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, at any moment between steps; its blocks are free at once. Ended ones are left alone."""
-        for sequence, owners in self._owners.items():
-            if any(owner is request for owner, _ in owners):
-                if len(owners) == 1:
-                    self._end(sequence)
-                else:  # its prompt is not computed yet, and others want it too
-                    self._owners[sequence] = [pair for pair in owners if pair[0] is not request]
-                    sequence.width -= 1
-                request.trace.t_end, request.trace.status = now(), "cancelled"
-                return
+        """Drop a request, at any moment and from any thread; ended ones are left alone.
+
+        Its blocks are free at once, or behind the step that is being run.
+        """
+        if request.trace.t_end is None:
+            request.trace.t_end, request.trace.status = now(), "cancelled"
+        self._cancelled.append(request)
+        self._drop_cancelled()
 
     @property
     def busy(self) -> bool:
@@ -97,27 +107,41 @@ class ContinuousEngine(Engine):
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
         """Step until these requests have ended. Others that are under way get on too, and their events are theirs."""
-        if self.front is not None:
-            yield from self.front.run(requests)
+        if (front := self.front) is not None:
+            yield from front.run(requests)
             return
         arrived: deque[Event | RequestError] = deque()
         try:
             for samples in by_prompt(requests):
                 self.add(samples, arrived.append)
-            while any(r.trace.t_end is None for r in requests):
-                self.step()
+            while self._under_way(requests) or arrived:  # another thread's step may have ended them
+                if not arrived:
+                    self.step()
                 while arrived:
                     yield checked(arrived.popleft())
         finally:
             for request in requests:
-                self.cancel(request)
+                if request.finish_reason is None:
+                    self.cancel(request)
 
     # --- the step -------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self) -> None:
+        """Run one step, whichever thread's turn it is. If it raises, every request has been given the error."""
+        with self._one_at_a_time():
+            try:
+                self._step()
+            except BaseException as error:  # what is half done cannot be gone on with
+                for sequence in list(self._owners):
+                    self._break_off(sequence, RequestError(f"the engine failed: {type(error).__name__}: {error}"))
+                raise
+
+    @torch.inference_mode()
+    def _step(self) -> None:
         """Compute what the scheduler says; one token for every sequence whose text is then in the cache."""
         plan = self.scheduler.schedule()
+        if not plan.chunks:  # all have ended since somebody wanted this step
+            return
         self._note_starts(plan.chunks)
         chunks = sorted(plan.chunks, key=lambda c: (c.n > 1, c.start))  # neighbours of similar length
         logits = self._forward(chunks, plan.copies)
@@ -157,10 +181,7 @@ class ContinuousEngine(Engine):
         tokens = choose(logits[good] if bad else logits, [owners[row][0] for row in good])
         t = now()
         for row, error in bad.items():
-            request, deliver = owners[row]
-            self._end(texts[row])
-            request.trace.t_end, request.trace.status = t, "error"
-            deliver(error)
+            self._break_off(texts[row], error)
         for row, token in zip(good, tokens, strict=True):
             request, deliver = owners[row]
             event = request.accept(token, t)
@@ -169,6 +190,13 @@ class ContinuousEngine(Engine):
             else:
                 self._end(texts[row])
             deliver(event)
+
+    def _break_off(self, sequence: scheduler.Sequence, error: RequestError) -> None:
+        owners = self._owners[sequence]
+        self._end(sequence)
+        for request, deliver in owners:
+            request.trace.t_end, request.trace.status = now(), "error"
+            deliver(error)
 
     def _end(self, sequence: scheduler.Sequence) -> None:
         for request, _ in self._owners.pop(sequence):
@@ -184,24 +212,61 @@ class ContinuousEngine(Engine):
 
     # --- for many callers -----------------------------------------------------------------
 
+    @contextmanager
+    def _one_at_a_time(self) -> Generator[None, None, None]:
+        """For one thread at a time; whoever was cancelled meanwhile goes when it ends."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._drop_cancelled()
+
+    def _drop_cancelled(self) -> None:
+        """Take out who was cancelled, unless a step is being run: whoever runs it comes here after it.
+
+        It can be this very thread: a stream that nobody holds any more is closed in the middle of anything.
+        """
+        while self._cancelled and self._lock.acquire(blocking=False):
+            try:
+                while self._cancelled:
+                    self._drop(self._cancelled.popleft())
+            finally:
+                self._lock.release()
+
+    def _drop(self, request: Request) -> None:
+        for sequence, owners in self._owners.items():
+            if any(owner is request for owner, _ in owners):
+                if len(owners) == 1:
+                    self._end(sequence)
+                else:  # its prompt is not computed yet, and others want it too
+                    self._owners[sequence] = [pair for pair in owners if pair[0] is not request]
+                    sequence.width -= 1
+                return
+
+    def _under_way(self, requests: Sequence[Request]) -> bool:
+        with self._one_at_a_time():  # not between the end of one and the event that says so
+            return any(request.trace.t_end is None for request in requests)
+
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Queue a prompt from an event loop; see :class:`nanoinfer.engines.front.Front`, which this starts."""
-        self.front = self.front or Front(self)
-        return await self.front.submit(prompt, params)
+        if (front := self.front) is None:
+            with self._one_at_a_time():
+                front = self.front = self.front or Front(self)
+        return await front.submit(prompt, params)
 
     def close(self) -> None:
         """Stop the thread that :meth:`submit` started, if any; what is under way ends as cancelled."""
-        if self.front is not None:
-            self.front.close()
-            self.front = None
+        front, self.front = self.front, None
+        if front is not None:
+            front.close()
 
-    def _affordable_tokens(self, max_running: int) -> int:
+    def _affordable_tokens(self, max_running: int, block_size: int) -> int:
         a_token = 2 * self.config.n_layers * self.config.n_kv_heads * self.config.d_head * self.dtype.itemsize
         if self.device.type == "cuda":
             most = torch.cuda.mem_get_info(self.device)[0] // 2
         else:
             most = min(psutil.virtual_memory().available // 4, 2**30)
-        return min(most // a_token, max_running * self.config.context)
+        return min(most // a_token, max_running * -(-self.config.context // block_size) * block_size)
 
 
 def _most_held(request: Request) -> int:

@@ -4,15 +4,21 @@ front = Front(engine)
 stream = await front.submit("Once upon a time")     # waits while the house is full
 async for event in stream: ...
 stream.cancel()                                     # at any moment; the blocks are free within a step
+
+A stream that nobody holds any more, because its reader was cancelled or has lost interest, is cancelled too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import suppress
 from typing import Protocol
 
 from nanoinfer.engines.engine import Prompt
@@ -23,6 +29,8 @@ from nanoinfer.sampling import SamplingParams
 
 #: What a caller's end of the line takes: events, an error, or None where nothing more comes.
 Line = Callable[[Event | RequestError | None], None]
+
+CUT_SHORT = "the request was cancelled, or its engine closed, before it had ended"
 
 
 class Stepper(Protocol):
@@ -42,7 +50,7 @@ class Stepper(Protocol):
         """Drop a request."""
 
     def step(self) -> None:
-        """One step, delivering events."""
+        """One step, delivering events. If it raises, every request has been given the error."""
 
 
 class Busy(RequestError):
@@ -58,9 +66,12 @@ class Stream(AsyncIterator[Event]):
 
     def __init__(self, front: Front, requests: list[Request]) -> None:
         self.requests = requests
-        self._front, self._loop = front, asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | RequestError | None] = asyncio.Queue()
         self._left = len(requests)
+        self._events: asyncio.Queue[Event | RequestError | None] = asyncio.Queue()
+        #: Called by the owner of the model, from its thread.
+        self.deliver = _to(asyncio.get_running_loop(), self._events)
+        self._cancel = weakref.finalize(self, front.cancel, requests)  # so nobody else may hold the stream itself
+        self._cancel.atexit = False
 
     async def __anext__(self) -> Event:
         if self._left == 0:
@@ -75,7 +86,7 @@ class Stream(AsyncIterator[Event]):
 
     def cancel(self) -> None:
         """End it now; iteration stops behind the events that are there. Safe from any thread, and twice."""
-        self._front.cancel(self.requests)
+        self._cancel()
         self.deliver(None)
 
     @property
@@ -84,15 +95,12 @@ class Stream(AsyncIterator[Event]):
         return [request.completion() for request in self.requests]
 
     async def finished(self) -> list[Completion]:
-        """Read to the end and return the completions."""
+        """Read to the end and return the completions. Raises :class:`RequestError` if that is not reached."""
         async for _ in self:
             pass
+        if any(request.finish_reason is None for request in self.requests):
+            raise RequestError(CUT_SHORT)
         return self.completions
-
-    def deliver(self, item: Event | RequestError | None) -> None:
-        """Called by the owner of the model, from its thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
 
 class Front:
@@ -101,18 +109,22 @@ class Front:
     Args:
         engine: nobody else may call its ``step`` from now on; ``generate`` and ``stream`` go through the front.
         max_outstanding: prompts that run or wait at a time. :meth:`submit` waits for a place,
-            :meth:`submit_nowait` raises :class:`Busy`.
+            :meth:`submit_nowait` raises :class:`Busy`. Callers without an event loop do not wait.
     """
 
     def __init__(self, engine: Stepper, max_outstanding: int = 256) -> None:
+        if max_outstanding < 1:
+            raise RequestError(f"max_outstanding must be at least 1, got {max_outstanding}")
         self.engine, self.max_outstanding = engine, max_outstanding
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # An abandoned submit is thrown out by the garbage collector, maybe while its thread holds this: hence RLock.
+        self._lock = threading.RLock()
         self._outstanding, self._closed = 0, False
         self._in_line: deque[asyncio.Future[None]] = deque()
         self._under_way: dict[int, tuple[list[Request], Line]] = {}
         self._thread = threading.Thread(target=self._own, name="nanoinfer-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that is still in a step when Python leaves brings it down
 
     # --- callers --------------------------------------------------------------------------
 
@@ -130,8 +142,9 @@ class Front:
         return self._start(requests)
 
     def cancel(self, requests: list[Request]) -> None:
-        """Drop requests; those that have ended are left alone."""
-        self._inbox.put(lambda: self._drop(requests))
+        """Drop all requests of some prompts; those that have ended are left alone."""
+        if any(request.trace.t_end is None for request in requests):
+            self._inbox.put(lambda: self._drop(requests))
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
         """Events of these requests, for a caller without an event loop."""
@@ -143,7 +156,8 @@ class Front:
         for samples in groups:
             self._post(samples, arrived.put)
         try:
-            while left and (item := arrived.get()) is not None:
+            while left:
+                item = arrived.get() or RequestError(CUT_SHORT)
                 left -= isinstance(item, RequestError) or item.finish_reason is not None
                 yield checked(item)
         finally:
@@ -152,10 +166,12 @@ class Front:
 
     def close(self) -> None:
         """Stop; what is under way ends as cancelled. Returns once the thread has ended."""
-        self._closed = True
-        self._inbox.put(None)
+        with self._lock:  # what is posted comes before the end or not at all
+            self._closed = True
+            self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        atexit.unregister(self.close)
 
     def _start(self, requests: list[Request]) -> Stream:
         stream = Stream(self, requests)
@@ -163,50 +179,57 @@ class Front:
             for request in requests:
                 stream.deliver(request.finish_empty(now()))
             self._leave_place()
-        else:
+            return stream
+        try:
             self._post(requests, stream.deliver)
+        except RequestError:
+            self._leave_place()
+            raise
         return stream
 
     # --- places ---------------------------------------------------------------------------
 
-    def _take_place(self, turn: asyncio.Future[None] | None = None) -> bool:
-        """Take a place if there is one; else ``turn`` joins the line, and is set when one has become free."""
+    def _take_place(self) -> bool:
+        """Take a place if there is one; then nobody is in line."""
         with self._lock:
-            if self._outstanding < self.max_outstanding:
-                self._outstanding += 1
-                return True
-            if turn is not None:
-                self._in_line.append(turn)
-            return False
+            is_free = self._outstanding < self.max_outstanding
+            self._outstanding += is_free
+            return is_free
 
     async def _wait_for_place(self) -> None:
-        while not self._take_place(turn := asyncio.get_running_loop().create_future()):
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._call_next()  # the turn may have come already: hand it on
-                raise
+        with self._lock:
+            if self._take_place():
+                return
+            turn = asyncio.get_running_loop().create_future()
+            self._in_line.append(turn)
+        try:
+            await turn
+        except BaseException:  # cancelled, in line or with the place in hand
+            with self._lock:
+                if turn in self._in_line:
+                    self._in_line.remove(turn)
+                else:
+                    self._leave_place()
+            raise
 
     def _leave_place(self) -> None:
+        """Hand the place to the first in line: nobody who comes later can slip in."""
         with self._lock:
             self._outstanding -= 1
-        self._call_next()
-
-    def _call_next(self) -> None:
-        """Wake the first in line who still waits."""
-        with self._lock:
-            while self._in_line:
+            while self._in_line and self._take_place():
                 turn = self._in_line.popleft()
-                if not turn.done() and not turn.get_loop().is_closed():
+                try:
                     turn.get_loop().call_soon_threadsafe(_set, turn)
-                    return
+                except RuntimeError:  # that loop is closed
+                    self._outstanding -= 1
 
     # --- the owner's thread ---------------------------------------------------------------
 
     def _post(self, requests: list[Request], deliver: Line) -> None:
-        if self._closed:
-            raise RequestError("this front was closed; make a new one")
-        self._inbox.put(lambda: self._take_in(requests, deliver))
+        with self._lock:
+            if self._closed:
+                raise RequestError("this front was closed; make a new one")
+            self._inbox.put(lambda: self._take_in(requests, deliver))
 
     def _take_in(self, requests: list[Request], deliver: Line) -> None:
         def passing_on(item: Event | RequestError) -> None:
@@ -239,12 +262,18 @@ class Front:
                 job()
             try:
                 self.engine.step()
-            except Exception as error:  # the model failed, not a request: nobody can go on
-                for group, deliver in list(self._under_way.values()):
-                    deliver(RequestError(f"the engine failed: {type(error).__name__}: {error}"))
-                    self._drop(group)
+            except Exception:  # the model failed, not a request: all have been told, and here is what to mend
+                logging.getLogger(__name__).exception("a step failed")
 
 
 def _set(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
+
+
+def _to(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event | RequestError | None]) -> Line:
+    def deliver(item: Event | RequestError | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody will read this
+            loop.call_soon_threadsafe(events.put_nowait, item)
+
+    return deliver

@@ -22,6 +22,7 @@ from nanoinfer.sampling import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
 
 ALL = sorted(ENGINES)
+CROPPING = [name for name in ALL if name != "continuous"]
 TINY = {config.family: tiny(config) for config in (GPT2, LLAMA)}
 EOS = 7
 
@@ -68,10 +69,13 @@ def test_a_batch_equals_its_rows_alone_in_every_engine(
         )
         for _ in prompts
     ]
-    naive, cached = nanoinfer.load(loaded, "naive"), nanoinfer.load(loaded, "cached")
+    naive = nanoinfer.load(loaded, "naive")
     solo = [tokens(naive, [prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
-    assert tokens(naive, prompts, params) == solo
-    assert tokens(cached, prompts, params) == solo
+    for name in CROPPING:
+        assert tokens(nanoinfer.load(loaded, name), prompts, params) == solo
+    if rows := [row for row, p in enumerate(params) if p.on_full == "stop"]:
+        continuous = nanoinfer.load(loaded, "continuous", max_running=4, token_budget=7, block_size=4)
+        assert tokens(continuous, [prompts[i] for i in rows], [params[i] for i in rows]) == [solo[i] for i in rows]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -83,7 +87,7 @@ def test_full_context_stops_with_length(name: str, prompt: int, asked: int, expe
 
 def test_crop_goes_on_as_nanogpt_does() -> None:
     prompt = list(range(3, 11))
-    for name in ALL:
+    for name in CROPPING:
         params = SamplingParams(max_tokens=20, on_full="crop")
         assert tokens(nanoinfer.load(TINY["gpt2"], name), [prompt], params) == [
             greedy_by_hand(TINY["gpt2"], prompt, 20)
@@ -180,8 +184,9 @@ def test_logprobs_match_a_forward_pass(name: str) -> None:
         assert entry.top[0][1] >= entry.top[1][1] > -math.inf
 
 
-def test_a_closed_stream_is_cancelled() -> None:
-    generation = nanoinfer.load(TINY["llama"], "cached").stream([[1], [2]], SamplingParams(max_tokens=9))
+@pytest.mark.parametrize("name", ALL)
+def test_a_closed_stream_is_cancelled(name: str) -> None:
+    generation = nanoinfer.load(TINY["llama"], name).stream([[1], [2]], SamplingParams(max_tokens=9))
     next(generation)
     generation.close()
     assert [r.trace.status for r in generation.requests] == ["cancelled"] * 2
@@ -241,9 +246,10 @@ def test_a_stream_that_is_not_at_its_end_has_no_completions() -> None:
     assert generation.requests[0].trace.status == "cancelled"
 
 
-def test_bad_rows_stop_the_call_before_any_work() -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_bad_rows_stop_the_call_before_any_work(name: str) -> None:
     with pytest.raises(RequestError):
-        nanoinfer.load(TINY["gpt2"], "cached").stream([[1], [999]])
+        nanoinfer.load(TINY["gpt2"], name).stream([[1], [999]])
 
 
 def test_unknown_engine_offers_the_nearest() -> None:
