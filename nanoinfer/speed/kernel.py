@@ -1,0 +1,223 @@
+"""A whole decode step as one native call: built once on this machine, then loaded in milliseconds.
+
+``step.cpp`` needs a C++ compiler and nothing else: no headers of PyTorch or Python, no build tool. It is called by
+address, so what is handed over here is checked here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.errors import DeviceError
+from nanoinfer.measure.machine import cpu_model
+from nanoinfer.models.fetch import cache_dir
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+
+SOURCE = Path(__file__).with_name("step.cpp")
+Weights = Literal["float32", "bfloat16", "int8"]
+KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+BUILD_SECONDS = 300  # a compiler that takes longer hangs
+
+SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab")
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("gpt2", *SIZES, "kind", "kv_bf16", "threads")]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("layer_stride", ctypes.c_int64),
+        ("logits", ctypes.c_void_p),
+    ]
+
+
+def compiler() -> str | None:
+    """The C++ compiler: what ``CXX`` names, else the first of c++, g++ and clang++ that is there."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def build(flags: Sequence[str] = ("-march=native",)) -> Path:
+    """The compiled library for this machine; a few seconds the first time, and said on screen.
+
+    Args:
+        flags: of the target. What the compiler may use of the processor is decided by them.
+
+    Raises:
+        DeviceError: no compiler, or one that fails.
+    """
+    if (cxx := compiler()) is None:
+        raise DeviceError("no C++ compiler here (c++, g++ or clang++): install one, or do without the kernel")
+    key = "|".join([SOURCE.read_text(encoding="utf-8"), cxx, *flags, cpu_model(), platform.machine()])
+    path = cache_dir() / "kernels" / f"step-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    print(f"nanoinfer: building its CPU kernel with {Path(cxx).name}, once, some seconds", file=sys.stderr, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        command = [cxx, "-O3", "-std=c++17", *flags, "-shared", "-fPIC", "-pthread", "-w", "-o", str(part), str(SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise DeviceError(f"the C++ compiler did not build the kernel: {error}") from None
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise DeviceError(f"the C++ compiler did not build the kernel: {first}")
+        part.replace(path)
+    return path
+
+
+def _library(path: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(path))
+    pointer, whole = ctypes.c_void_p, ctypes.c_int
+    lib.ni_new.restype, lib.ni_new.argtypes = pointer, [ctypes.POINTER(_Shape), ctypes.c_float]
+    lib.ni_bytes.restype, lib.ni_bytes.argtypes = ctypes.c_int64, [pointer]
+    lib.ni_free.restype, lib.ni_free.argtypes = None, [pointer]
+    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer, whole, whole]
+    lib.ni_norm.restype, lib.ni_norm.argtypes = None, [pointer, whole, pointer, pointer]
+    lib.ni_embed.restype, lib.ni_embed.argtypes = None, [pointer, pointer, pointer, pointer]
+    lib.ni_step.restype, lib.ni_step.argtypes = None, [pointer, ctypes.POINTER(_Step)]
+    return lib
+
+
+class DecodeKernel:
+    """One model, packed for the native step.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16; it must stay alive and unchanged.
+        weights: what the products are computed in. ``int8`` has a scale for every 64 numbers of a row.
+        threads: None for as many as PyTorch uses.
+        flags: see :func:`build`.
+
+    Raises:
+        DeviceError: another device or dtype, a head's size that is odd, no compiler.
+    """
+
+    def __init__(
+        self,
+        model: GPT2 | Llama,
+        weights: Weights | None = None,
+        threads: int | None = None,
+        flags: Sequence[str] = ("-march=native",),
+    ) -> None:
+        embedding: Tensor = model.wte.weight if isinstance(model, GPT2) else model.embed_tokens.weight
+        if embedding.device.type != "cpu" or embedding.dtype not in (torch.float32, torch.bfloat16):
+            raise DeviceError(
+                f"the kernel runs on a CPU in float32 or bfloat16, not on {embedding.device} in {embedding.dtype}"
+            )
+        self.model, self.config, self.dtype = model, model.config, embedding.dtype
+        self.weights: Weights = weights or ("float32" if self.dtype == torch.float32 else "bfloat16")
+        self.threads = threads or torch.get_num_threads()
+        c = self.config
+        shape = _Shape(
+            c.family == "gpt2", c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.vocab_size,
+            KINDS[self.weights], self.dtype == torch.bfloat16, self.threads,
+        )  # fmt: skip
+        self._lib = _library(build(flags))
+        self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
+        self._kept = [embedding]
+        for which, (weight, bias) in enumerate(_linears(model)):
+            w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+            self._lib.ni_linear(self._handle, which, w.data_ptr(), None if b is None else b.data_ptr(), *w.shape)
+        for which, (weight, bias) in enumerate(_norms(model)):
+            w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+            self._lib.ni_norm(self._handle, which, w.data_ptr(), None if b is None else b.data_ptr())
+        places = model.wpe.weight if isinstance(model, GPT2) else None
+        turns = model.inv_freq.float().contiguous() if isinstance(model, Llama) else None
+        self._kept += [x for x in (places, turns) if x is not None]
+        self._lib.ni_embed(self._handle, embedding.data_ptr(), _address(places), _address(turns))
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._lib.ni_free(self._handle)
+            self._handle = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed weights and scales: what a step reads, beside the cache."""
+        return int(self._lib.ni_bytes(self._handle))
+
+    def __call__(self, cache: PagedCache, rows: Sequence[NewTokens], ids: Sequence[int]) -> Tensor:
+        """Run one step: write each row's newest token into its blocks, and return its logits ``[R, V]`` fp32.
+
+        Args:
+            cache: in the model's dtype; blocks are taken and ready (:meth:`PagedCache.prepare`).
+            rows: of one new token each.
+            ids: their tokens.
+        """
+        assert cache.k.dtype == self.dtype and cache.k.is_contiguous() and cache.v.is_contiguous()
+        assert all(row.n == 1 for row in rows) and len(ids) == len(rows) > 0
+        width = max(len(row.table.blocks) for row in rows)
+        filled = [row.table.blocks + [0] * (width - len(row.table.blocks)) for row in rows]
+        tables = torch.tensor(filled, dtype=torch.int32)
+        positions = torch.tensor([row.table.length for row in rows])
+        tokens = torch.tensor(ids)
+        logits = torch.empty(len(rows), self.config.vocab_size)
+        call = _Step(
+            len(rows), width, cache.block_size, tokens.data_ptr(), positions.data_ptr(), tables.data_ptr(),
+            cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0), logits.data_ptr(),
+        )  # fmt: skip
+        self._lib.ni_step(self._handle, ctypes.byref(call))
+        return logits
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _linears(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weights and biases in the kernel's order.
+
+    Of each layer q k v in one, out, up (of a gated MLP gate and up in turns of 16 rows), down; then the head.
+    """
+    w = dict(model.named_parameters())
+    for layer in range(model.config.n_layers):
+        if isinstance(model, GPT2):
+            for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+                yield w[f"h.{layer}.{name}.weight"], w[f"h.{layer}.{name}.bias"]
+            continue
+        of = f"layers.{layer}"
+        yield torch.cat([w[f"{of}.self_attn.{name}_proj.weight"] for name in "qkv"]), None
+        yield w[f"{of}.self_attn.o_proj.weight"], None
+        gate_and_up = [w[f"{of}.mlp.{name}_proj.weight"].view(-1, 16, model.config.d_model) for name in ("gate", "up")]
+        yield torch.stack(gate_and_up, dim=1).flatten(0, 2), None
+        yield w[f"{of}.mlp.down_proj.weight"], None
+    tied = "wte.weight" if isinstance(model, GPT2) else "embed_tokens.weight"
+    yield w.get("lm_head.weight", w[tied]), None
+
+
+def _norms(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Of each layer attention's and the MLP's, then the last one."""
+    names = ("h.{}.ln_1", "h.{}.ln_2") if isinstance(model, GPT2) else LLAMA_NORMS
+    w = dict(model.named_parameters())
+    paths = [name.format(layer) for layer in range(model.config.n_layers) for name in names]
+    for path in [*paths, "ln_f" if isinstance(model, GPT2) else "norm"]:
+        yield w[f"{path}.weight"], w.get(f"{path}.bias")
+
+
+LLAMA_NORMS = ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm")
