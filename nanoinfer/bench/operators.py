@@ -44,7 +44,7 @@ from nanoinfer.theory.roofline import Machine
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 MANY = 128  # a pass of more rows takes long and varies little: one is enough, and needs no warm-up
 BATCHES = (1, 4, 16, 32)
-BLOCK = 16  # tokens a block of the paged cache
+BLOCK = 8  # tokens a block of the paged cache
 CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
 REST_BATCHES = (1, 4, 16, 32)

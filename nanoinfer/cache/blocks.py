@@ -54,7 +54,7 @@ class BlockPool:
         share_prefixes: keep full blocks findable by their content.
     """
 
-    def __init__(self, n_blocks: int, block_size: int = 16, share_prefixes: bool = True) -> None:
+    def __init__(self, n_blocks: int, block_size: int = 8, share_prefixes: bool = True) -> None:
         if n_blocks < 1 or block_size < 1:
             raise RequestError(f"a pool needs at least 1 block of 1 token, got {n_blocks} blocks of {block_size}")
         self.n_blocks, self.block_size, self.share_prefixes = n_blocks, block_size, share_prefixes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockPool
-from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.cache.paged import NewTokens, PagedCache, PagedStep
 from nanoinfer.engines import scheduler
 from nanoinfer.engines.choose import choose, not_finite
 from nanoinfer.engines.engine import Engine, Prompt
@@ -30,6 +30,10 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling import SamplingParams
+from nanoinfer.speed.kernel import DecodeKernel
+from nanoinfer.speed.options import Speed
+
+PLAIN = Speed()
 
 
 class ContinuousEngine(Engine):
@@ -43,9 +47,11 @@ class ContinuousEngine(Engine):
         cache_tokens: tokens the cache holds. None: what 1 GiB holds on a CPU, half of the free memory on a
             GPU; never more than a quarter of a CPU's free memory nor than ``max_running`` full contexts.
         share_prefixes: texts that begin alike share the blocks of their beginning, from call to call.
+        speed: what steps may use beside the plain model.
 
     Raises:
         RequestError: sizes that make no engine.
+        DeviceError: a speed that this machine or dtype does not have.
     """
 
     name = "continuous"
@@ -56,9 +62,10 @@ class ContinuousEngine(Engine):
         *,
         max_running: int = 32,
         token_budget: int = 256,
-        block_size: int = 16,
+        block_size: int = 8,
         cache_tokens: int | None = None,
         share_prefixes: bool = True,
+        speed: Speed = PLAIN,
     ) -> None:
         super().__init__(loaded)
         sizes = {"max_running": max_running, "token_budget": token_budget, "block_size": block_size}
@@ -70,6 +77,7 @@ class ContinuousEngine(Engine):
         self.pool = BlockPool(tokens // block_size, block_size, share_prefixes)
         self.scheduler = Scheduler(self.pool, max_running, token_budget)
         self.cache = PagedCache(self.config, self.pool.n_blocks, block_size, self.device, self.dtype)
+        self.kernel = DecodeKernel(loaded.model, speed.weights) if speed.kernel else None
         self.front: Front | None = None
         self._owners: dict[scheduler.Sequence, list[tuple[Request, Deliver]]] = {}
         self._cancelled: deque[Request] = deque()  # and not yet taken out
@@ -153,11 +161,24 @@ class ContinuousEngine(Engine):
             self._accept(texts, logits[rows] if len(rows) > len(ready) else logits)
 
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
-        """Run the chunks through the model; logits ``[R, V]`` of those that reach their text's end."""
+        """Run the chunks, those of one token first; logits ``[R, V]`` of those that reach their text's end."""
         rows = [NewTokens(c.sequence.table, c.n) for c in chunks if c.sequence.table is not None]
-        cache = self.cache.step(rows, copies)
+        step = self.cache.step(rows, copies)
+        if self.kernel is None:
+            return self._by_model(chunks, step)
+        single = sum(c.n == 1 for c in chunks)
+        parts = []
+        if single:
+            ids = [c.sequence.tokens[c.start] for c in chunks[:single]]
+            logits = self.kernel(self.cache, rows[:single], ids)
+            parts.append(logits[[row for row, c in enumerate(chunks[:single]) if c.reaches_end]])
+        if single < len(chunks):
+            parts.append(self._by_model(chunks[single:], PagedStep(self.cache, rows[single:]) if single else step))
+        return torch.cat([logits.float() for logits in parts])
+
+    def _by_model(self, chunks: Sequence[Chunk], step: PagedStep) -> Tensor:
         ids = [i for c in chunks for i in c.sequence.tokens[c.start : c.start + c.n]]
-        packed = self.model.hidden(torch.tensor([ids], device=self.device), cache.positions, cache)[0]  # [N, d]
+        packed = self.model.hidden(torch.tensor([ids], device=self.device), step.positions, step)[0]  # [N, d]
         ends, at = [], -1
         for chunk in chunks:
             at += chunk.n

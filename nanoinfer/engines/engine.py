@@ -109,11 +109,14 @@ class Engine(ABC):
 
 
 class Generation(Iterator[Event]):
-    """One call of an engine, under way: an iterator of events that owns its requests."""
+    """One call of an engine, under way: an iterator of events that owns its requests.
+
+    Left before its end, it is closed as soon as nobody holds it, and the requests end as cancelled.
+    """
 
     def __init__(self, engine: Engine, requests: list[Request]) -> None:
-        self.engine, self.requests = engine, requests
-        self._events = self._run()
+        self.requests = requests
+        self._events = _run(engine, requests)  # does not hold this object, or only the collector would close it
 
     def __next__(self) -> Event:
         return next(self._events)
@@ -121,28 +124,30 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Stop now; unfinished requests end as cancelled."""
         self._events.close()
-        self._abandon("cancelled")
+        _abandon(self.requests, "cancelled")
 
     @property
     def completions(self) -> list[Completion]:
         """Results in the order of the prompts, once the iterator is exhausted."""
         return [request.completion() for request in self.requests]
 
-    def _run(self) -> Generator[Event, None, None]:
-        try:
-            for request in self.requests:
-                if request.limit == 0:
-                    yield request.finish_empty(now())
-            if wanted := [r for r in self.requests if r.finish_reason is None]:
-                yield from self.engine.run(wanted)
-        except BaseException as error:
-            self._abandon("cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error")
-            raise
 
-    def _abandon(self, status: Literal["cancelled", "error"]) -> None:
-        for request in self.requests:
-            if request.trace.t_end is None:
-                request.trace.t_end, request.trace.status = now(), status
+def _run(engine: Engine, requests: list[Request]) -> Generator[Event, None, None]:
+    try:
+        for request in requests:
+            if request.limit == 0:
+                yield request.finish_empty(now())
+        if wanted := [r for r in requests if r.finish_reason is None]:
+            yield from engine.run(wanted)
+    except BaseException as error:
+        _abandon(requests, "cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error")
+        raise
+
+
+def _abandon(requests: list[Request], status: Literal["cancelled", "error"]) -> None:
+    for request in requests:
+        if request.trace.t_end is None:
+            request.trace.t_end, request.trace.status = now(), status
 
 
 def _plus(seed: int, sample: int) -> int:

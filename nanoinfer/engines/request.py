@@ -140,7 +140,10 @@ class Request:
     def completion(self) -> Completion:
         """The result, once ``finish_reason`` is set."""
         if self.finish_reason is None:
-            raise RequestError(f"request {self.index} has not finished: iterate over its stream to the end")
+            ended = f"ended before it was finished ({self.trace.status})" if self.trace.t_end is not None else ""
+            raise RequestError(
+                f"request {self.index} {ended or 'has not finished: iterate over its stream to the end'}"
+            )
         logprobs = None if self.params.logprobs is None else self.logprobs
         return Completion(
             self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logprobs

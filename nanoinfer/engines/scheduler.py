@@ -131,6 +131,7 @@ class Scheduler:
                 arrival=(sequence.arrival[0], sample),
                 table=self.pool.fork(sequence.table),
                 found_tokens=sequence.found_tokens,
+                preemptions=sequence.preemptions,
             )
             for sample in range(1, sequence.width)
         ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.cache.paged import NewTokens, PagedCache
@@ -31,6 +32,7 @@ from nanoinfer.models.llama import Llama
 SOURCE = Path(__file__).with_name("step.cpp")
 Weights = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+SLAB, GROUP = 32, 64  # as in step.cpp
 BUILD_SECONDS = 300  # a compiler that takes longer hangs
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab")
@@ -98,7 +100,7 @@ def _library(path: Path) -> ctypes.CDLL:
     lib.ni_new.restype, lib.ni_new.argtypes = pointer, [ctypes.POINTER(_Shape), ctypes.c_float]
     lib.ni_bytes.restype, lib.ni_bytes.argtypes = ctypes.c_int64, [pointer]
     lib.ni_free.restype, lib.ni_free.argtypes = None, [pointer]
-    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer, whole, whole]
+    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer, pointer, whole, whole]
     lib.ni_norm.restype, lib.ni_norm.argtypes = None, [pointer, whole, pointer, pointer]
     lib.ni_embed.restype, lib.ni_embed.argtypes = None, [pointer, pointer, pointer, pointer]
     lib.ni_step.restype, lib.ni_step.argtypes = None, [pointer, ctypes.POINTER(_Step)]
@@ -142,11 +144,12 @@ class DecodeKernel:
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
         self._kept = [embedding]
         for which, (weight, bias) in enumerate(_linears(model)):
-            w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
-            self._lib.ni_linear(self._handle, which, w.data_ptr(), None if b is None else b.data_ptr(), *w.shape)
+            slabs, scales = pack(weight, self.weights)
+            b = None if bias is None else bias.float().contiguous()
+            self._lib.ni_linear(self._handle, which, _address(slabs), _address(scales), _address(b), *weight.shape)
         for which, (weight, bias) in enumerate(_norms(model)):
             w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
-            self._lib.ni_norm(self._handle, which, w.data_ptr(), None if b is None else b.data_ptr())
+            self._lib.ni_norm(self._handle, which, _address(w), _address(b))
         places = model.wpe.weight if isinstance(model, GPT2) else None
         turns = model.inv_freq.float().contiguous() if isinstance(model, Llama) else None
         self._kept += [x for x in (places, turns) if x is not None]
@@ -184,6 +187,29 @@ class DecodeKernel:
         )  # fmt: skip
         self._lib.ni_step(self._handle, ctypes.byref(call))
         return logits
+
+
+def pack(weight: Tensor, kind: Weights) -> tuple[Tensor, Tensor | None]:
+    """A weight ``[N, K]`` as slabs, and in int8 its scales.
+
+    A slab is ``SLAB`` outputs: ``[N / SLAB, K / i, SLAB, i]`` with ``i`` numbers of one output side by side, as many
+    as an instruction takes at once (1, 2 and 4). N is padded to whole slabs and K to whole groups, with zeros.
+    int8 is stored with 128 added. Its scales, bfloat16 ``[N / SLAB, K / GROUP, SLAB]``, are rounded first, so that
+    rounding them costs nothing.
+    """
+    n, k = weight.shape
+    wide = F.pad(weight.float(), (0, -k % GROUP, 0, -n % SLAB))
+    side_by_side = {"float32": 1, "bfloat16": 2, "int8": 4}[kind]
+    scales = None
+    if kind == "int8":
+        groups = wide.view(len(wide), -1, GROUP)
+        scales = (groups.abs().amax(-1) / 127).bfloat16()  # [N, K / GROUP]
+        whole = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
+        wide = (whole + 128).to(torch.uint8).flatten(1)
+        scales = scales.view(-1, SLAB, scales.shape[1]).transpose(1, 2).contiguous()
+    elif kind == "bfloat16":
+        wide = wide.bfloat16()
+    return wide.view(-1, SLAB, wide.shape[1] // side_by_side, side_by_side).transpose(1, 2).contiguous(), scales
 
 
 def _address(tensor: Tensor | None) -> int | None:

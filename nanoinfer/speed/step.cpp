@@ -21,6 +21,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -40,6 +41,8 @@ typedef uint16_t H16 __attribute__((vector_size(32)));  // sixteen bf16
 
 constexpr int SLAB = 32;   // outputs a slab: two vectors
 constexpr int GROUP = 64;  // int8: numbers along K that share a scale. K is padded to a multiple of it.
+
+int padded(int k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
 enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
@@ -93,26 +96,24 @@ F16 gelu(F16 x) { return x / (1.0f + exp16(-1.5957691216f * (x + 0.044715f * x *
 class Buffer {
  public:
   void resize(size_t bytes) {
-    std::free(p_);
-    size_t align = bytes >= (4u << 20) ? (2u << 20) : 64;
-    bytes_ = (bytes + align - 1) / align * align;
-    p_ = std::aligned_alloc(align, std::max(bytes_, align));
+    const size_t align = bytes >= (4u << 20) ? (2u << 20) : 64;
+    const size_t whole = (std::max<size_t>(bytes, 1) + align - 1) / align * align;
+    p_.reset(std::aligned_alloc(align, whole));
+    if (!p_) std::abort();
 #if defined(__linux__)
-    if (align > 64) madvise(p_, bytes_, MADV_HUGEPAGE);
+    if (align > 64) madvise(p_.get(), whole, MADV_HUGEPAGE);
 #endif
-    if (p_) std::memset(p_, 0, bytes_);
+    std::memset(p_.get(), 0, whole);
+    wanted_ = bytes;
   }
-  void at_least(size_t bytes) { if (bytes > bytes_) resize(bytes); }
-  template <class T> T* as() const { return static_cast<T*>(p_); }
-  size_t bytes() const { return bytes_; }
-  ~Buffer() { std::free(p_); }
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
+  void at_least(size_t bytes) { if (bytes > wanted_) resize(bytes); }
+  template <class T> T* as() const { return static_cast<T*>(p_.get()); }
+  size_t wanted() const { return wanted_; }
 
  private:
-  void* p_ = nullptr;
-  size_t bytes_ = 0;
+  struct Free { void operator()(void* p) const { std::free(p); } };
+  std::unique_ptr<void, Free> p_;
+  size_t wanted_ = 0;
 };
 
 // --- threads ------------------------------------------------------------------------------------------------------
@@ -226,40 +227,15 @@ struct Linear {
   int n = 0, k = 0;  // k padded
   int n_slabs() const { return (n + SLAB - 1) / SLAB; }
 
-  // Weights [n, k_in] of floats, as PyTorch has them.
-  void pack(Kind kind, const float* w, const float* b, int n_, int k_in) {
-    n = n_, k = (k_in + GROUP - 1) / GROUP * GROUP;
-    size_t count = size_t(n_slabs()) * SLAB * k;
+  // Copies what kernel.py has laid out: slabs, the int8 scales (or null), biases (or null).
+  void take(Kind kind, const void* from, const void* of, const float* b, int outputs, int inputs) {
+    n = outputs, k = padded(inputs);
+    const size_t count = size_t(n_slabs()) * SLAB * k;
     slabs.resize(count * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1));
+    std::memcpy(slabs.as<char>(), from, slabs.wanted());
+    if (of) scales.resize(count / GROUP * 2), std::memcpy(scales.as<char>(), of, scales.wanted());
     bias.resize(size_t(n_slabs()) * SLAB * 4);
     if (b) std::memcpy(bias.as<float>(), b, size_t(n) * 4);
-    if (kind == INT8) {
-      scales.resize(count / GROUP * 2);
-      std::memset(slabs.as<uint8_t>(), 128, slabs.bytes());
-    }
-    const int inner = kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4;  // numbers of one output side by side
-    for (int row = 0; row < n; row++) {
-      size_t slab = size_t(row / SLAB) * SLAB * k, lane = row % SLAB;
-      auto place = [&](int i) { return slab + size_t(i / inner) * SLAB * inner + lane * inner + i % inner; };
-      const float* from = w + size_t(row) * k_in;
-      for (int g = 0; g < k / GROUP; g++) {
-        int begin = g * GROUP, end = std::min(k_in, begin + GROUP);
-        float scale = 1;
-        if (kind == INT8) {
-          float most = 0;
-          for (int i = begin; i < end; i++) most = std::max(most, std::fabs(from[i]));
-          uint16_t stored = to_bf16(most / 127.0f);
-          scale = read1(&stored);
-          scales.as<uint16_t>()[slab / GROUP + size_t(g) * SLAB + lane] = stored;
-        }
-        for (int i = begin; i < end; i++) {
-          if (kind == FLOAT32) slabs.as<float>()[place(i)] = from[i];
-          else if (kind == BFLOAT16) slabs.as<uint16_t>()[place(i)] = to_bf16(from[i]);
-          else slabs.as<uint8_t>()[place(i)] =
-              uint8_t(128 + (scale > 0 ? std::clamp<int>(std::lrintf(from[i] / scale), -127, 127) : 0));
-        }
-      }
-    }
   }
 };
 
@@ -362,27 +338,27 @@ void tile(const Linear& w, const Input& x, int row, int slab, Use&& use) {
   }
 }
 
+// As many rows as go into tiles of ROWS, against slabs from begin to end; the row behind them.
+template <Kind KIND, int ROWS, class Use>
+int tiles(const Linear& w, const Input& x, int row, int rows, int begin, int end, Use&& use) {
+  constexpr int S = ROWS == 8 ? 1 : ROWS == 4 ? 2 : 4;
+  for (; rows - row >= ROWS; row += ROWS) {
+    int s = begin;
+    for (; s + S <= end; s += S) tile<KIND, ROWS, S>(w, x, row, s, use);
+    for (; s < end; s++) tile<KIND, ROWS, 1>(w, x, row, s, use);
+  }
+  return row;
+}
+
 // All rows against slabs begin..end. Four slabs at a time stay in the second-level cache while the rows pass by.
 template <Kind KIND, class Use>
 void product(const Linear& w, const Input& x, int rows, int begin, int end, Use&& use) {
   for (int slab = begin; slab < end; slab += 4) {
-    const int last = std::min(end, slab + 4), full = last - slab == 4;
-    int row = 0;
-    for (; rows - row >= 8; row += 8)
-      for (int s = slab; s < last; s++) tile<KIND, 8, 1>(w, x, row, s, use);
-    for (; rows - row >= 4; row += 4) {
-      int s = slab;
-      for (; s + 2 <= last; s += 2) tile<KIND, 4, 2>(w, x, row, s, use);
-      for (; s < last; s++) tile<KIND, 4, 1>(w, x, row, s, use);
-    }
-    for (; rows - row >= 2; row += 2) {
-      if (full) tile<KIND, 2, 4>(w, x, row, slab, use);
-      else for (int s = slab; s < last; s++) tile<KIND, 2, 1>(w, x, row, s, use);
-    }
-    for (; row < rows; row++) {
-      if (full) tile<KIND, 1, 4>(w, x, row, slab, use);
-      else for (int s = slab; s < last; s++) tile<KIND, 1, 1>(w, x, row, s, use);
-    }
+    const int last = std::min(end, slab + 4);
+    int row = tiles<KIND, 8>(w, x, 0, rows, slab, last, use);
+    row = tiles<KIND, 4>(w, x, row, rows, slab, last, use);
+    row = tiles<KIND, 2>(w, x, row, rows, slab, last, use);
+    tiles<KIND, 1>(w, x, row, rows, slab, last, use);
   }
 }
 
@@ -392,7 +368,7 @@ struct Shape {  // in the order in which kernel.py fills it
   int32_t gpt2, n_layers, d_model, n_heads, n_kv_heads, d_head, d_ff, vocab, kind, kv_bf16, threads;
 };
 struct Norm { std::vector<float> weight, bias; };
-struct Layer { Norm attention, mlp; Linear qkv, out, up, down; };
+enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3 };  // of a layer's four products
 struct Step {  // one call's arguments
   int rows, table_width, block_size;
   const int64_t *ids, *positions;
@@ -402,24 +378,22 @@ struct Step {  // one call's arguments
   float* logits;          // [rows, vocab]
 };
 
-int padded(int k) { return (k + GROUP - 1) / GROUP * GROUP; }
-
 class Model {
  public:
   Shape shape;
   float eps;
-  std::vector<Layer> layers;
-  Norm last;
-  Linear head;
+  std::vector<Linear> linears;  // four a layer, then the head
+  std::vector<Norm> norms;      // attention's and the MLP's of each layer, then the last
   std::vector<float> inv_freq;
   const void *embedding = nullptr, *positions = nullptr;  // float or bf16, as the cache; the caller keeps them
 
-  Model(const Shape& s, float e) : shape(s), eps(e), layers(s.n_layers), team_(s.threads), own_(team_.size()) {}
+  Model(const Shape& s, float e)
+      : shape(s), eps(e), linears(4 * s.n_layers + 1), norms(2 * s.n_layers + 1), team_(s.threads), own_(team_.size()) {}
 
   void step(const Step& call) {
     const int rows = call.rows, widest = padded(std::max({shape.d_model, shape.d_ff, shape.n_heads * shape.d_head}));
     x_.at_least(size_t(rows) * padded(shape.d_model) * 4);
-    qkv_.at_least(size_t(rows) * padded(layers[0].qkv.n) * 4);
+    qkv_.at_least(size_t(rows) * padded(linears[QKV].n) * 4);
     mixed_.at_least(size_t(rows) * padded(shape.n_heads * shape.d_head) * 4);
     wide_.at_least(size_t(rows) * padded(shape.d_ff) * 4);
     turn_.at_least(size_t(rows) * shape.d_head * 4);
@@ -455,17 +429,17 @@ class Model {
   template <Kind KIND, class T>
   void all_layers(const Step& call, int thread) {
     const int rows = call.rows, nqp = padded(shape.n_heads * shape.d_head), fp = padded(shape.d_ff);
-    const int nqkv = padded(layers[0].qkv.n);
+    const int nqkv = padded(linears[QKV].n);
     Own& own = own_[thread];
     float *qkv = qkv_.as<float>(), *mixed = mixed_.as<float>(), *wide = wide_.as<float>();
     int begin, end;
     embed<T>(call, thread);
     team_.barrier();
     for (int l = 0; l < shape.n_layers; l++) {
-      const Layer& layer = layers[l];
-      normed<KIND>(layer.attention, rows, own);
-      share(layer.qkv.n_slabs(), thread, begin, end);
-      product<KIND>(layer.qkv, own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
+      const Linear* of = &linears[4 * l];
+      normed<KIND>(norms[2 * l], rows, own);
+      share(of[QKV].n_slabs(), thread, begin, end);
+      product<KIND>(of[QKV], own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
         store(qkv + size_t(r) * nqkv + s * SLAB, a);
         store(qkv + size_t(r) * nqkv + s * SLAB + 16, b);
       });
@@ -474,11 +448,11 @@ class Model {
       for (int item = begin; item < end; item++) attend<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, mixed + size_t(r) * nqp, nqp);
-      add_to_stream<KIND>(layer.out, rows, thread);
+      add_to_stream<KIND>(of[OUT], rows, thread);
       team_.barrier();
-      normed<KIND>(layer.mlp, rows, own);
-      share(layer.up.n_slabs(), thread, begin, end);
-      product<KIND>(layer.up, own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
+      normed<KIND>(norms[2 * l + 1], rows, own);
+      share(of[UP].n_slabs(), thread, begin, end);
+      product<KIND>(of[UP], own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
         if (shape.gpt2) {
           store(wide + size_t(r) * fp + s * SLAB, gelu(a));
           store(wide + size_t(r) * fp + s * SLAB + 16, gelu(b));
@@ -488,10 +462,11 @@ class Model {
       });
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, wide + size_t(r) * fp, fp);
-      add_to_stream<KIND>(layer.down, rows, thread);
+      add_to_stream<KIND>(of[DOWN], rows, thread);
       team_.barrier();
     }
-    normed<KIND>(last, rows, own);
+    normed<KIND>(norms.back(), rows, own);
+    const Linear& head = linears.back();
     share(head.n_slabs(), thread, begin, end);
     product<KIND>(head, own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
       float* to = call.logits + size_t(r) * shape.vocab + size_t(s) * SLAB;
@@ -574,7 +549,7 @@ class Model {
   void attend(const Step& call, int l, int row, int kv, Own& own) {
     const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads, nq = shape.n_heads * d;
     const int length = int(call.positions[row]) + 1, line = (length + 15) / 16 * 16;
-    float* qkv = qkv_.as<float>() + size_t(row) * padded(layers[0].qkv.n);
+    float* qkv = qkv_.as<float>() + size_t(row) * padded(linears[QKV].n);
     float *q = qkv + kv * group * d, *key = qkv + nq + kv * d, *value = key + shape.n_kv_heads * d;
     if (!shape.gpt2) {
       for (int g = 0; g < group; g++) rotate(q + g * d, row);
@@ -657,24 +632,15 @@ extern "C" {
 void* ni_new(const Shape* shape, float eps) { return new Model(*shape, eps); }
 void ni_free(void* model) { delete static_cast<Model*>(model); }
 
-// which: qkv, out, up, down of layer 0, of layer 1, ...; 4 * n_layers is the head.
-void ni_linear(void* model, int which, const float* weight, const float* bias, int n, int k) {
+void ni_linear(void* model, int which, const void* slabs, const void* scales, const float* bias, int n, int k) {
   Model& m = *static_cast<Model*>(model);
-  Linear* of[] = {nullptr, nullptr, nullptr, nullptr};
-  if (which < 4 * m.shape.n_layers) {
-    Layer& layer = m.layers[which / 4];
-    of[0] = &layer.qkv, of[1] = &layer.out, of[2] = &layer.up, of[3] = &layer.down;
-  }
-  Linear& linear = which < 4 * m.shape.n_layers ? *of[which % 4] : m.head;
-  linear.pack(Kind(m.shape.kind), weight, bias, n, k);
+  m.linears[which].take(Kind(m.shape.kind), slabs, scales, bias, n, k);
 }
 
-// which: attention's and the MLP's norm of layer 0, of layer 1, ...; 2 * n_layers is the last one.
 void ni_norm(void* model, int which, const float* weight, const float* bias) {
   Model& m = *static_cast<Model*>(model);
-  Norm& norm = which == 2 * m.shape.n_layers ? m.last : which % 2 ? m.layers[which / 2].mlp : m.layers[which / 2].attention;
-  norm.weight.assign(weight, weight + m.shape.d_model);
-  if (bias) norm.bias.assign(bias, bias + m.shape.d_model);
+  m.norms[which].weight.assign(weight, weight + m.shape.d_model);
+  if (bias) m.norms[which].bias.assign(bias, bias + m.shape.d_model);
 }
 
 void ni_embed(void* model, const void* embedding, const void* positions, const float* inv_freq) {
@@ -684,10 +650,8 @@ void ni_embed(void* model, const void* embedding, const void* positions, const f
 }
 
 int64_t ni_bytes(void* model) {
-  Model& m = *static_cast<Model*>(model);
-  int64_t total = int64_t(m.head.slabs.bytes() + m.head.scales.bytes());
-  for (const Layer& layer : m.layers)
-    for (const Linear* w : {&layer.qkv, &layer.out, &layer.up, &layer.down}) total += int64_t(w->slabs.bytes() + w->scales.bytes());
+  int64_t total = 0;
+  for (const Linear& w : static_cast<Model*>(model)->linears) total += int64_t(w.slabs.wanted() + w.scales.wanted());
   return total;
 }
 

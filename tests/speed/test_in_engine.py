@@ -1,0 +1,66 @@
+"""The continuous engine with the native step says what the naive engine says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.load import load
+from nanoinfer.engines.naive import NaiveEngine
+from nanoinfer.errors import DeviceError, RequestError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.registry import load_model
+from nanoinfer.sampling import SamplingParams
+from nanoinfer.speed.options import Speed
+from tests.engines.helpers import tiny
+
+GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 48)
+LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 256, 48, tied=False)
+
+
+@pytest.mark.parametrize("blocks", [5, 40], ids=["constant preemption", "room"])
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_same_tokens_as_the_naive_engine(config: ModelConfig, budget: int, blocks: int) -> None:
+    rng = random.Random(1)
+    loaded = tiny(config)
+    beginning = [rng.randrange(256) for _ in range(9)]
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 7, 8, 9, 15, 16, 17, 20)]
+    prompts += [[*beginning, rng.randrange(256)] for _ in range(3)]
+    params = [
+        SamplingParams(max_tokens=rng.randrange(1, 16), temperature=temperature, seed=i, n=1 + i % 2)
+        for i, temperature in zip(range(len(prompts)), [0.0, 0.9] * len(prompts), strict=False)
+    ]
+    engine = ContinuousEngine(
+        loaded, max_running=4, token_budget=budget, block_size=8, cache_tokens=8 * blocks, speed=Speed(kernel=True)
+    )
+    expected = NaiveEngine(loaded).generate(prompts, params)
+    for _ in range(2):  # the second time prefixes are found
+        assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
+    assert (engine.scheduler.preemptions > 0) == (blocks == 5)
+    engine.scheduler.check()
+    assert engine.pool.used == 0
+
+
+def test_a_text_does_not_depend_on_its_neighbours_in_int8() -> None:
+    loaded = load_model("random:tiny-llama", dtype="bfloat16")
+    engine = load(loaded, "continuous", speed=Speed(kernel=True, weights="int8"), share_prefixes=False)
+    prompts = [[5 + i] for i in range(12)]  # one token each: the whole text is the kernel's
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
+    together = engine.generate(prompts, greedy)
+    for prompt, done in zip(prompts, together, strict=True):
+        (alone,) = engine.generate([prompt], greedy)
+        assert alone.token_ids == done.token_ids
+        assert alone.logprobs == done.logprobs
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(RequestError, match="give kernel=True too"):
+        Speed(weights="int8")
+    with pytest.raises(RequestError, match="None or 'int8'"):
+        Speed(kernel=True, weights="int3")  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="float32 or bfloat16"):
+        load(load_model("random:tiny-llama", dtype=torch.float16), "continuous", speed=Speed(kernel=True))
