@@ -111,7 +111,7 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this 
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest; 0 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Of sampling, and of random weights.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")]
-EngineName = Annotated[str, typer.Option("--engine", help="naive, cached, batched or continuous.")]
+EngineName = Annotated[str, typer.Option("--engine", help="naive, cached, batched, continuous or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.engines.auto import quickest
 from nanoinfer.engines.batched import BatchedEngine
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
@@ -35,7 +36,8 @@ def load(
     Args:
         model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
             model that is loaded already, which is then shared (device, dtype and seed are its own).
-        engine: ``naive``, ``cached``, ``batched`` or ``continuous``.
+        engine: ``naive``, ``cached``, ``batched``, ``continuous``, or ``auto``: continuous, at the speed that a short
+            trial finds best on this machine.
         device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         seed: of the weights, for ``random:`` models.
@@ -44,8 +46,10 @@ def load(
     Raises:
         NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
     """
+    is_auto = engine == "auto" and "speed" not in options
+    engine = "continuous" if engine == "auto" else engine
     if engine not in ENGINES:
-        raise RequestError(f"unknown engine '{engine}'; {nearest(str(engine), ENGINES)}")
+        raise RequestError(f"unknown engine '{engine}'; {nearest(str(engine), [*ENGINES, 'auto'])}")
     known = list(inspect.signature(ENGINES[engine]).parameters)[1:]
     for option in options:
         if option not in known:
@@ -54,4 +58,6 @@ def load(
             )
     if not isinstance(model, LoadedModel):
         model = load_model(model, device=device, dtype=dtype, seed=seed)
+    if is_auto:
+        options["speed"] = quickest(model)
     return ENGINES[engine](model, **options)

@@ -1,0 +1,65 @@
+"""``auto`` takes what a trial finds quickest, says so, and remembers it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.engines import auto
+from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.load import load
+from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.speed.options import Speed
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("best", ["plain", "kernel"])
+def test_the_quickest_is_taken_said_and_remembered(
+    best: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials = []
+
+    def trial(loaded: LoadedModel) -> dict[str, float]:
+        trials.append(loaded.name)
+        return {"plain": 0.002, "kernel": 0.001 if best == "kernel" else 0.003}
+
+    monkeypatch.setattr(auto, "trial", trial)
+    loaded = load_model("random:tiny-llama")
+    for _ in range(2):
+        engine = load(loaded, "auto", max_running=3)
+        assert isinstance(engine, ContinuousEngine)
+        assert (engine.kernel is not None) == (best == "kernel")
+        assert engine.scheduler.max_running == 3
+    assert trials == ["random:tiny-llama"]
+    assert f"kernel {'1.0' if best == 'kernel' else '3.0'} ms: {best} it is" in capsys.readouterr().err
+    load(load_model("random:tiny-llama", seed=1), "auto")
+    assert len(trials) == 2  # other weights are another model
+
+
+def test_a_speed_that_is_given_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "trial", lambda loaded: pytest.fail("tried"))
+    engine = load("random:tiny-llama", "auto", speed=Speed())
+    assert isinstance(engine, ContinuousEngine) and engine.kernel is None
+
+
+def test_a_damaged_memory_means_a_new_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(auto, "trial", lambda loaded: {"plain": 1.0, "kernel": 2.0})
+    load("random:tiny-llama", "auto")
+    (kept,) = (tmp_path / "auto").iterdir()
+    for text in ("{", "[]", '{"kernel": true, "weights": "int3"}', '{"wings": 2}'):
+        kept.write_text(text)
+        engine = load("random:tiny-llama", "auto")
+        assert isinstance(engine, ContinuousEngine) and engine.kernel is None
+
+
+def test_without_a_compiler_it_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanoinfer.speed import kernel
+
+    monkeypatch.setattr(kernel, "compiler", lambda: None)
+    found = auto.trial(load_model("random:tiny-gpt2"))
+    assert found.keys() == {"plain"} and found["plain"] > 0
