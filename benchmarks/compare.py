@@ -14,11 +14,12 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -51,11 +52,14 @@ class Worker:
     engine: Engine
     version: str = ""
     process: subprocess.Popen[str] = field(init=False)
+    log: IO[str] = field(init=False)
 
     def __post_init__(self) -> None:
         command = [str(self.engine.python), str(PEERS / f"{self.engine.worker}.py"), json.dumps(self.engine.settings)]
+        # A pipe that nobody reads would fill up and stop it.
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
         self.version = self._answer()["version"]
 
@@ -70,11 +74,13 @@ class Worker:
         """End the process."""
         self.process.kill()
         self.process.wait()
+        self.log.close()
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"{self.engine.name} ended: {self.process.stderr.read()[-800:]}")
+            self.log.seek(0)
+            raise RuntimeError(f"{self.engine.name} ended: {self.log.read()[-800:]}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{self.engine.name}: {answer['error']}")

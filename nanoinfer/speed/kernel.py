@@ -32,7 +32,7 @@ from nanoinfer.models.llama import Llama
 SOURCE = Path(__file__).with_name("step.cpp")
 Weights = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
-SLAB, GROUP = 32, 64  # as in step.cpp
+SLAB, GROUP = 32, 32  # as in step.cpp
 BUILD_SECONDS = 300  # a compiler that takes longer hangs
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab")
@@ -112,7 +112,8 @@ class DecodeKernel:
 
     Args:
         model: on the CPU, in float32 or bfloat16; it must stay alive and unchanged.
-        weights: what the products are computed in. ``int8`` has a scale for every 64 numbers of a row.
+        weights: what the products are computed in. ``int8`` has a scale for every 32 numbers of a row, and leaves
+            the head in bfloat16.
         threads: None for as many as PyTorch uses.
         flags: see :func:`build`.
 
@@ -144,7 +145,8 @@ class DecodeKernel:
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
         self._kept = [embedding]
         for which, (weight, bias) in enumerate(_linears(model)):
-            slabs, scales = pack(weight, self.weights)
+            is_head = which == 4 * c.n_layers
+            slabs, scales = pack(weight, "bfloat16" if is_head and self.weights == "int8" else self.weights)
             b = None if bias is None else bias.float().contiguous()
             self._lib.ni_linear(self._handle, which, _address(slabs), _address(scales), _address(b), *weight.shape)
         for which, (weight, bias) in enumerate(_norms(model)):
@@ -203,7 +205,10 @@ def pack(weight: Tensor, kind: Weights) -> tuple[Tensor, Tensor | None]:
     scales = None
     if kind == "int8":
         groups = wide.view(len(wide), -1, GROUP)
-        scales = (groups.abs().amax(-1) / 127).bfloat16()  # [N, K / GROUP]
+        most = groups.abs().amax(-1)  # [N, K / GROUP]
+        scales = (most / 127).bfloat16()
+        # Rounded down, a scale would cut the largest weight off: take the next number up.
+        scales = (scales.view(torch.int16) + (scales.float() * 127 < most)).view(torch.bfloat16)
         whole = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
         wide = (whole + 128).to(torch.uint8).flatten(1)
         scales = scales.view(-1, SLAB, scales.shape[1]).transpose(1, 2).contiguous()

@@ -15,7 +15,7 @@ class Speed:
     Args:
         kernel: rows of one new token go through one native call (CPU; float32 and bfloat16); prompts do not.
         weights: what that call multiplies in: None for the model's own dtype, ``int8`` for integers that share a
-            scale in groups of 64. Prompts are computed in the model's dtype.
+            scale in groups of 32, the head left in bfloat16. Prompts are computed in the model's dtype.
     """
 
     kernel: bool = False

@@ -40,7 +40,7 @@ typedef uint32_t U16 __attribute__((vector_size(64)));
 typedef uint16_t H16 __attribute__((vector_size(32)));  // sixteen bf16
 
 constexpr int SLAB = 32;   // outputs a slab: two vectors
-constexpr int GROUP = 64;  // int8: numbers along K that share a scale. K is padded to a multiple of it.
+constexpr int GROUP = 32;  // int8: numbers along K that share a scale. K is padded to a multiple of it.
 
 int padded(int k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
@@ -465,10 +465,11 @@ class Model {
       add_to_stream<KIND>(of[DOWN], rows, thread);
       team_.barrier();
     }
-    normed<KIND>(norms.back(), rows, own);
+    constexpr Kind HEAD = KIND == INT8 ? BFLOAT16 : KIND;  // what chooses the token is not rounded that far
+    normed<HEAD>(norms.back(), rows, own);
     const Linear& head = linears.back();
     share(head.n_slabs(), thread, begin, end);
-    product<KIND>(head, own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
+    product<HEAD>(head, own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
       float* to = call.logits + size_t(r) * shape.vocab + size_t(s) * SLAB;
       float both[SLAB];
       store(both, a), store(both + 16, b);
@@ -634,7 +635,7 @@ void ni_free(void* model) { delete static_cast<Model*>(model); }
 
 void ni_linear(void* model, int which, const void* slabs, const void* scales, const float* bias, int n, int k) {
   Model& m = *static_cast<Model*>(model);
-  m.linears[which].take(Kind(m.shape.kind), slabs, scales, bias, n, k);
+  m.linears[which].take(which == 4 * m.shape.n_layers && m.shape.kind == INT8 ? BFLOAT16 : Kind(m.shape.kind), slabs, scales, bias, n, k);
 }
 
 void ni_norm(void* model, int which, const float* weight, const float* bias) {
