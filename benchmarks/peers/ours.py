@@ -18,7 +18,7 @@ def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
         options["speed"] = Speed(**options["speed"])
     if settings["engine"] == "continuous":
         options["share_prefixes"] = False  # a prompt that was seen before would cost nothing
-        options["token_budget"] = 4096  # all prompts in one step, as the others: no row decodes before the last has begun
+        options["token_budget"] = 4096  # all prompts in one step, as with the others
     engine = nanoinfer.load(settings["model"], settings["engine"], dtype=settings["dtype"], **options)
 
     def run(prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
