@@ -12,15 +12,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from nanoinfer.sampling import SamplingParams
-
 FEW = 512  # ids of a row that are looked at before it is counted: most nuclei are smaller
+
+
+class Filters(Protocol):
+    """What a request wants kept; :class:`nanoinfer.sampling.SamplingParams` is one."""
+
+    @property
+    def top_k(self) -> int:
+        """The k most likely ids; 0 is off."""
+
+    @property
+    def top_p(self) -> float:
+        """The fewest most likely ids whose mass reaches p; 1 is off."""
+
+    @property
+    def min_p(self) -> float:
+        """Ids at least so likely, as a share of the most likely one; 0 is off."""
 
 
 class Limits(NamedTuple):
@@ -31,7 +44,7 @@ class Limits(NamedTuple):
     min_p: Tensor
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Limits:
+    def of(cls, params: Sequence[Filters], vocab: int, device: torch.device) -> Limits:
         """Of one request a row; a ``top_k`` that the vocabulary does not exceed is off."""
         rows = [[p.top_k if 0 < p.top_k < vocab else math.inf, p.top_p, p.min_p] for p in params]
         return cls(*torch.tensor(rows, dtype=torch.float64, device=device).T[:, :, None])

@@ -188,6 +188,8 @@ class ContinuousEngine(Engine):
 
     def _split(self, sequence: scheduler.Sequence) -> list[scheduler.Sequence]:
         """The sequence; where several samples go on from its prompt, now that it is computed, one for each."""
+        if sequence.width == 1:
+            return [sequence]
         twins = self.scheduler.fork(sequence)
         owners = self._owners[sequence]
         for twin, owner in zip((sequence, *twins), owners, strict=True):
