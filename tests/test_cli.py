@@ -98,7 +98,7 @@ def test_mistakes_are_one_line() -> None:
     fails(run("generate", TINY, "--prompt", "x", "--temperature", "-1"), "temperature")
     fails(run("generate", TINY, "--prompt", "x", "--temperature", "nan"), "temperature")
     fails(run("generate", TINY, "--prompt", "x", "--stop", ""), "stop")
-    fails(run("generate", TINY, "--prompt", "x", "--engine", "fast"), "cached")
+    fails(run("generate", TINY, "--prompt", "x", "--engine", "cachd"), "cached")
     fails(run("generate", TINY, "--prompt", "x", "--device", "abacus"), "abacus")
     fails(run("generate", TINY, "--prompt", "x", "--dtype", "float3"), "float3")
     fails(run("generate", "nowhere/nothing.gguf", "--prompt", "x"), "nothing.gguf")

@@ -250,7 +250,7 @@ def test_a_cache_left_to_itself_holds_a_full_context(max_running: int, block_siz
         ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
         ({"block_size": True}, "block_size must be a whole number of at least 1, got True"),
         ({"cache_tokens": "1 GiB"}, "cache_tokens must be a whole number of at least 1, got '1 GiB'"),
-        ({"cache_tokens": 15}, "at least 1 block"),
+        ({"cache_tokens": 7}, "at least 1 block"),
         ({"token_budget": 32}, "token_budget must be above max_running"),
     ],
 )
