@@ -10,7 +10,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
-# Tests compute tiny things. Threads that wait for each other there cost more than they bring, above all on a busy machine.
+# Tests compute tiny things: threads that wait for each other cost more than they bring, above all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARKERS = ("gpu", "browser", "ray", "network")
