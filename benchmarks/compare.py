@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import torch
 
+from benchmarks.store import store
 from nanoinfer.measure.machine import provenance
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models import fetch
@@ -211,9 +212,7 @@ def main() -> None:
             print(f"{dtype}: {name}: {', '.join(told)}", flush=True)
         samples = {name: {batch: asdict(m) for batch, m in by.items()} for name, by in found.items()}
         record[dtype] = {"versions": versions, "samples": samples, "ratios": ratios}
-    part = args.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(args.out)
+    store(args.out, record)
     print(f"written to {args.out}")
 
 

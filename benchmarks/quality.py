@@ -8,7 +8,6 @@ in view. The native step decodes the windows side by side, one token a step, as 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.store import store
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.data import sample_text
@@ -102,9 +102,7 @@ def main() -> None:
         "settings": {"model": args.model, "window": WINDOW, "windows": len(windows), "most_kl": MOST_KL},
         "ways": {name: q.__dict__ for name, q in found.items()},
     }
-    part = args.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(args.out)
+    store(args.out, record)
     print(f"written to {args.out}")
 
 

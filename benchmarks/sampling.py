@@ -10,7 +10,6 @@ stored under ``results/``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.store import store
 from nanoinfer.filters import Limits, best_few, keep_by_sorting
 from nanoinfer.measure.machine import provenance
 from nanoinfer.measure.repeat import Timing, paired, repeat
@@ -115,9 +115,7 @@ def main() -> None:
                         line += f"{1e3 * p.sorting[0]:13.2f}{p.ratio[0]:8.1f} ({p.ratio[1]:.1f} to {p.ratio[2]:.1f})"
                     print(line, flush=True)
     record = {"provenance": provenance(), "device": args.device, "points": [asdict(p) for p in points]}
-    part = args.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(args.out)
+    store(args.out, record)
     print(f"{len(points)} points written to {args.out}")
 
 

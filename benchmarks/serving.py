@@ -8,7 +8,6 @@ two cores). The result is stored under ``results/``; chapters 10 and 11 show it 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -17,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.store import store
 from nanoinfer.bench.operators import this_machine
 from nanoinfer.bench.simulate import simulate, step_seconds
 from nanoinfer.bench.workload import Work, log_normal_work
@@ -215,9 +215,7 @@ def main() -> None:
         print(key, record[key])
     print("prefix", record["prefix"]["cold_over_warm"])
     print("medians", {k: statistics.median(v) for k, v in record["rates"].items()})
-    part = args.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(args.out)
+    store(args.out, record)
     print(f"written to {args.out}")
 
 

@@ -9,7 +9,6 @@ shows it beside a few points that it measures live.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.store import store
 from nanoinfer.bench.operators import measure_operators
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.measure.machine import provenance
@@ -134,9 +134,7 @@ def main() -> None:
     errors = sorted(abs(p.predicted / p.seconds - 1) for p in points)
     print(f"absolute error of the prediction: median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}")
     record = {"provenance": provenance(), "points": [asdict(p) for p in points]}
-    part = args.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(args.out)
+    store(args.out, record)
     print(f"{len(points)} points written to {args.out}")
 
 
