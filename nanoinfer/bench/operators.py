@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -30,6 +29,7 @@ from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
 from nanoinfer.measure.calibrate import scheduled, waited_share
 from nanoinfer.measure.calibration import MOST_WAITED
 from nanoinfer.measure.clock import timed
+from nanoinfer.measure.files import write_whole
 from nanoinfer.measure.machine import describe_machine
 from nanoinfer.models import attention as attention_module
 from nanoinfer.models.attention import attend
@@ -121,10 +121,7 @@ def _load(path: Path) -> OperatorCurves | None:
 def _store(path: Path, curves: OperatorCurves) -> None:
     """Keep the timings; a disk that refuses costs the next run ten seconds and nothing else."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(curves.to_json(), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, curves.to_json())
 
 
 def _seconds(fn: Callable[[], object], device: torch.device, repeats: int) -> float:

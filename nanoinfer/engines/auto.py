@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from nanoinfer import speed
 from nanoinfer.engines.continuous import PLAIN, ContinuousEngine
 from nanoinfer.errors import DeviceError, RequestError
+from nanoinfer.measure.files import write_whole
 from nanoinfer.measure.machine import describe_machine
 from nanoinfer.measure.metrics import tpot
 from nanoinfer.models.fetch import cache_dir
@@ -41,10 +41,7 @@ def quickest(loaded: LoadedModel) -> Speed:
     told = ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in seconds.items())
     print(f"nanoinfer: a decode step of {loaded.name} takes {told}: {name} it is", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # a disk that refuses costs the next start a trial
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(asdict(WAYS[name])), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, json.dumps(asdict(WAYS[name])))
     return WAYS[name]
 
 

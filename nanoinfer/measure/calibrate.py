@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nanoinfer.errors import DeviceError, NanoinferError
 from nanoinfer.measure import clock
 from nanoinfer.measure.calibration import AllReduce, Calibration, Product, Reading
+from nanoinfer.measure.files import write_whole
 from nanoinfer.measure.machine import cpu_model, provenance, usable_cores
 from nanoinfer.measure.stats import percentile
 
@@ -303,10 +303,7 @@ def _load(path: Path, key: Mapping[str, Any], budget_s: float) -> Calibration | 
 
 
 def _store(path: Path, key: Mapping[str, Any], result: Calibration) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps({"key": key, "calibration": result.to_json()}, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps({"key": key, "calibration": result.to_json()}, indent=1) + "\n")
 
 
 def _everywhere(found: bool, device: str) -> bool:

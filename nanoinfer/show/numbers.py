@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from string import Formatter
 from typing import Any, Self
 
 from nanoinfer.errors import ChapterError, NanoinferError, nearest
+from nanoinfer.measure.files import write_whole
 from nanoinfer.show.tables import Html, format_number, table
 
 PLACEHOLDER = "(not measured in a smoke run)"
@@ -192,13 +192,7 @@ class Results:
             "numbers": {name: _record(number) for name, number in self.numbers.items()},
             "ledger": self.ledger_rows,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
