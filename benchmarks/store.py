@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.measure.files import write_whole
+
 
 def store(path: Path, record: Mapping[str, Any]) -> None:
     """Write the record as JSON, in place of what was there."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")

@@ -111,7 +111,8 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this 
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest; 0 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Of sampling, and of random weights.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")]
-EngineName = Annotated[str, typer.Option("--engine", help="naive, cached, batched, continuous or auto.")]
+EngineName = Annotated[str, typer.Option("--engine", help="naive, cached, batched, continuous, speculative or auto.")]
+SpeedWords = Annotated[str | None, typer.Option("--speed", help="Such as kernel,int8 or fuse,pack (see `Speed`).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -131,6 +132,13 @@ def _params(
     return SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed=seed, stop=tuple(stop or ()))
 
 
+def _speed(words: str | None) -> dict[str, Any]:
+    """An engine's option, where it was asked for."""
+    from nanoinfer.speed.options import Speed
+
+    return {} if words is None else {"speed": Speed.parse(words)}
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to go on from; - reads standard input.")],
@@ -143,6 +151,7 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     engine: EngineName = "cached",
+    speed: SpeedWords = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     as_json: Json = False,
@@ -152,7 +161,7 @@ def generate(
     from nanoinfer import load
 
     params = _params(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    ready = load(model, engine, device=device, dtype=dtype, seed=seed or 0)
+    ready = load(model, engine, device=device, dtype=dtype, seed=seed or 0, **_speed(speed))
     if as_json:
         _emit(talk.record(ready, text, params))
     else:
@@ -171,6 +180,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     engine: EngineName = "cached",
+    speed: SpeedWords = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
@@ -178,7 +188,7 @@ def chat(
     from nanoinfer import load
 
     params = _params(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    ready = load(model, engine, device=device, dtype=dtype, seed=seed or 0)
+    ready = load(model, engine, device=device, dtype=dtype, seed=seed or 0, **_speed(speed))
     talk.converse(ready, params, system)
 
 

@@ -137,14 +137,16 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     Does not record the tokens: the caller appends them to ``state.generated``.
     """
     logits = penalise(logits.float(), states)
-    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     ways: dict[Way, list[int]] = {}
     for row, state in enumerate(states):
         ways.setdefault(way_of(state.params), []).append(row)
+    if len(ways) == 1:
+        (way,) = ways
+        return way(logits, states).to(logits.device)
+    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     for way, rows in ways.items():
         index = torch.tensor(rows, device=logits.device)
-        part = logits if len(rows) == len(states) else logits[index]
-        tokens[index] = way(part, [states[i] for i in rows]).to(tokens.device)
+        tokens[index] = way(logits[index], [states[i] for i in rows]).to(tokens.device)
     return tokens
 
 
@@ -160,6 +162,8 @@ def way_of(params: SamplingParams) -> Way:
 
 def take_best(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """The most likely id of each row, ``[R]``; the lowest on a tie."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))  # several times as fast as PyTorch's there
     return logits.argmax(dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python as a worker, rows decoded together. Settings: source, kind, threads."""
+"""llama.cpp (llama-cpp-python) as a worker, rows decoded together. Settings: source, kind, threads, rows, length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def requantised(source: str, kind: str) -> Path:
 
 
 def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
-    """A GGUF file, in a context that holds 32 rows."""
+    """A GGUF file, in a context that holds all rows."""
     import llama_cpp
     import numpy as np
 
@@ -38,7 +38,8 @@ def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
     model = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 32 * 256, 2048, 512, 32
+    rows, length = settings["rows"], settings["length"]
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = rows * length, 2048, 512, rows
     params.n_threads = params.n_threads_batch = settings["threads"]
     context = llama_cpp.llama_init_from_model(model, params)
     batch = llama_cpp.llama_batch_init(2048, 0, 1)
@@ -53,7 +54,7 @@ def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
     def best(i: int) -> int:
         return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocab,)).argmax())
 
-    def run(prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
+    def run(_: str, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         clock = protocol.Stopwatch()
         out: list[list[int]] = [[] for _ in prompts]

@@ -1,4 +1,4 @@
-"""nanoinfer itself as a worker. Settings: model, engine, dtype, options."""
+"""nanoinfer itself as a worker. Settings: model, dtype, rows, length, and engines: the options of each by name."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ import protocol
 
 import nanoinfer
 from nanoinfer import SamplingParams
+from nanoinfer.models.registry import load_model
 from nanoinfer.speed.options import Speed
 
 
 def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
-    """An engine of ours."""
-    options = dict(settings.get("options", {}))
-    if "speed" in options:
-        options["speed"] = Speed(**options["speed"])
-    if settings["engine"] == "continuous":
-        options["share_prefixes"] = False  # a prompt that was seen before would cost nothing
-        options["token_budget"] = 4096  # all prompts in one step, as with the others
-    engine = nanoinfer.load(settings["model"], settings["engine"], dtype=settings["dtype"], **options)
+    """Engines of ours, which share one model."""
+    model = load_model(settings["model"], dtype=settings["dtype"])
+    rows, length = settings["rows"], settings["length"]
+    engines = {
+        name: nanoinfer.load(
+            model,
+            "continuous",
+            speed=Speed(**speed),
+            max_running=rows,
+            cache_tokens=rows * length,
+            token_budget=rows * length,  # all prompts in one step, as with the others
+            share_prefixes=False,  # a prompt that was seen before would cost nothing
+        )
+        for name, speed in settings["engines"].items()
+    }
 
-    def run(prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
+    def run(engine: str, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
         clock = protocol.Stopwatch()
-        generation = engine.stream(prompts, SamplingParams(max_tokens=new, ignore_eos=True))
+        generation = engines[engine].stream(prompts, SamplingParams(max_tokens=new, ignore_eos=True))
         started: set[int] = set()
         for event in generation:
             started.add(event.request)

@@ -6,16 +6,21 @@ and then answers jobs, so that runs of different engines can be taken turn about
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-#: Prompts and how many tokens to generate for each; returns ids, and seconds to the first token of all and to the end.
-Run = Callable[[list[list[int]], int], tuple[list[list[int]], float, float]]
+#: Which engine (a worker may hold several over one model), prompts, and how many tokens to generate for each.
+#: Returns ids, and seconds to the first token of all and to the end.
+Run = Callable[[str, list[list[int]], int], tuple[list[list[int]], float, float]]
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to get when the parent dies
 
 
 class Stopwatch:
@@ -39,6 +44,9 @@ class Stopwatch:
 def serve(load: Callable[[dict[str, Any]], tuple[Run, str]]) -> None:
     """Answer jobs until input ends. ``load`` gets the settings on the command line and returns a run and a version."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1", VLLM_NO_USAGE_STATS="1")
+    if sys.platform == "linux":
+        # It is stopped between jobs, and would not notice that the benchmark was killed.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -51,7 +59,7 @@ def serve(load: Callable[[dict[str, Any]], tuple[Run, str]]) -> None:
         answer(ready=True, version=version)
         for line in sys.stdin:
             job = json.loads(line)
-            tokens, first, total = run(job["prompts"], job["new"])
+            tokens, first, total = run(job["engine"], job["prompts"], job["new"])
             answer(tokens=tokens, first_s=first, total_s=total)
     except Exception as error:
         traceback.print_exc()

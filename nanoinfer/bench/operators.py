@@ -9,8 +9,6 @@ and what operators cost each other.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import statistics
 import time
@@ -24,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer import cache, models
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
 from nanoinfer.measure.calibrate import scheduled, waited_share
 from nanoinfer.measure.calibration import MOST_WAITED
 from nanoinfer.measure.clock import timed
 from nanoinfer.measure.files import write_whole
-from nanoinfer.measure.machine import describe_machine
-from nanoinfer.models import attention as attention_module
+from nanoinfer.measure.kept import place
 from nanoinfer.models.attention import attend
 from nanoinfer.models.fetch import cache_dir
 from nanoinfer.models.gpt2 import GPT2
@@ -100,12 +98,8 @@ def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
 def _path(loaded: LoadedModel, dtype: str) -> Path:
     """Where the timings of this model, code and machine are kept."""
     device = next(loaded.model.parameters()).device
-    told, code = describe_machine(), hashlib.sha256()
-    for file in sorted(Path(attention_module.__file__).parent.glob("*.py")):
-        code.update(file.read_bytes())
-    key = [loaded.name, dtype, str(device), torch.__version__, torch.get_num_threads(), told["cpu"], told["gpus"]]
-    digest = hashlib.sha256(json.dumps([key, code.hexdigest()], default=str).encode()).hexdigest()[:16]
-    return cache_dir() / "operators" / f"{digest}.json"
+    code = (Path(package.__path__[0]) for package in (cache, models))
+    return place(cache_dir(), "operators", [loaded.name, dtype, device], code)
 
 
 def _load(path: Path) -> OperatorCurves | None:

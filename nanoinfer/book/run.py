@@ -45,6 +45,7 @@ from nanoinfer.book.chapter import (
     why_not_fresh,
 )
 from nanoinfer.errors import ChapterError, nearest
+from nanoinfer.measure.files import write_whole
 
 #: No chapter may call home or draw progress bars into its page.
 QUIET = {
@@ -345,8 +346,6 @@ def _print_summary(console: Console, outcomes: list[Outcome], log: Path) -> None
 
 
 def _write_log(path: Path, profile: str, outcomes: list[Outcome], seconds: dict[str, dict[str, float]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".json.part")
     record = {
         "profile": profile,
         "python": sys.executable,
@@ -354,8 +353,6 @@ def _write_log(path: Path, profile: str, outcomes: list[Outcome], seconds: dict[
         "seconds": seconds,
     }
     try:
-        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_whole(path, json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ChapterError(f"{path}: cannot be written ({error.strerror})") from None

@@ -47,21 +47,30 @@ class PagedCache:
         self.block_size = block_size
 
     def step(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> PagedStep:
-        """Make the blocks ready for one forward pass over these rows; the result is the pass's cache.
+        """Prepare for one forward pass of a model over these rows; the result is the pass's cache.
+
+        Rows of one new token that are neighbours and of similar length are quickest. ``copies`` as in :meth:`prepare`.
+        """
+        self.prepare(rows, copies)
+        return PagedStep(self, rows)
+
+    def prepare(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> None:
+        """Make the blocks ready for a step, whoever computes it.
 
         Args:
-            rows: in the order in which their tokens are packed. Neighbours of similar length are quickest.
+            rows: in the order in which their tokens are packed.
             copies: blocks to copy first, (from, to).
         """
-        for store in (self.k, self.v):
-            if copies:
-                source, target = torch.tensor(copies, device=store.device).T
+        if copies:
+            source, target = torch.tensor(copies, device=self.k.device).T
+            for store in (self.k, self.v):
                 store[:, target] = store[:, source]
-            # A block that is begun and not filled keeps what its last owner left. A mask does not stop
-            # a NaN there: 0 * NaN is NaN. So it begins with zeros, as the contiguous cache does.
-            if begun := [block for row in rows if (block := self._begun(row)) is not None]:
-                store.index_fill_(1, torch.tensor(begun, device=store.device), 0.0)
-        return PagedStep(self, rows)
+        # A block that is begun and not filled keeps what its last owner left. A mask does not stop
+        # a NaN there: 0 * NaN is NaN. So it begins with zeros, as the contiguous cache does.
+        if begun := [block for row in rows if (block := self._begun(row)) is not None]:
+            index = torch.tensor(begun, device=self.k.device)
+            for store in (self.k, self.v):
+                store.index_fill_(1, index, 0.0)
 
     def _begun(self, row: NewTokens) -> int | None:
         """The block in which this step writes the first slot but not the last."""

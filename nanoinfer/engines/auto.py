@@ -1,69 +1,108 @@
-"""``engine="auto"``: the continuous engine with whatever makes this model's steps quickest on this machine.
+"""``engine="auto"``: the continuous engine with whatever makes this model quickest on this machine.
 
-What is quickest is not known beforehand, so it is tried: each way decodes for a second or two, turn about. The answer
-is kept in the user's cache until model, library, PyTorch or machine change, and said on screen. Only ways
+What is quickest is not known beforehand, so it is tried: each way answers a short request a few times, turn about. The
+answer is kept in the user's cache until model, library, PyTorch or machine change, and said on screen. Only ways
 that compute in the model's own dtype take part: one that costs quality has to be asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import torch
 
-from nanoinfer import speed
+from nanoinfer import cache, engines, models, speed
 from nanoinfer.engines.continuous import PLAIN, ContinuousEngine
 from nanoinfer.errors import DeviceError, RequestError
+from nanoinfer.measure.clock import now
 from nanoinfer.measure.files import write_whole
-from nanoinfer.measure.machine import describe_machine
-from nanoinfer.measure.metrics import tpot
+from nanoinfer.measure.kept import place
 from nanoinfer.models.fetch import cache_dir
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling import SamplingParams
 from nanoinfer.speed.options import Speed
 
-WAYS = {"plain": PLAIN, "kernel": Speed(kernel=True)}
-ROUNDS, TOKENS = 3, 16
+#: For prompts: products as large and as few as they can be.
+PROMPTS = Speed(fuse=True, pack=True)
+WAYS: dict[str, dict[str, Speed]] = {
+    "cpu": {
+        "plain": PLAIN,
+        "packed": PROMPTS,
+        "kernel": Speed(kernel=True),
+        "kernel, packed for prompts": Speed(kernel=True, fuse=True, pack=True),
+    },
+    "cuda": {
+        "plain": PLAIN,
+        "fused": Speed(fuse=True),
+        "graphs": Speed(fuse=True, graphs=True),
+        "compiled, graphs": Speed(fuse=True, compiled=True, graphs=True),
+    },
+}
+ROUNDS, PROMPT, NEW = 4, 64, 32
+MOST_SECONDS = 20.0  # no further round is begun after so long
 
 
 def quickest(loaded: LoadedModel) -> Speed:
-    """The way that decodes quickest, tried once and then remembered."""
+    """The way that answers quickest, tried once and then remembered."""
     path = _path(loaded)
     with contextlib.suppress(OSError, ValueError, TypeError, RequestError):
         return Speed(**json.loads(path.read_text(encoding="utf-8")))
     seconds = trial(loaded)
     name = min(seconds, key=lambda way: seconds[way])
-    told = ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in seconds.items())
-    print(f"nanoinfer: a decode step of {loaded.name} takes {told}: {name} it is", file=sys.stderr, flush=True)
+    told = ", ".join(f"{way} {s:.2f} s" for way, s in seconds.items())
+    print(
+        f"nanoinfer: {PROMPT} + {NEW} tokens of {loaded.name} take {told}: '{name}' it is", file=sys.stderr, flush=True
+    )
     with contextlib.suppress(OSError):  # a disk that refuses costs the next start a trial
-        write_whole(path, json.dumps(asdict(WAYS[name])))
-    return WAYS[name]
+        write_whole(path, json.dumps(asdict(ways(loaded)[name])))
+    return ways(loaded)[name]
+
+
+def ways(loaded: LoadedModel) -> dict[str, Speed]:
+    """What there is to try on this model's device."""
+    device = next(loaded.model.parameters()).device.type
+    return WAYS.get(device, {"plain": PLAIN})
 
 
 def trial(loaded: LoadedModel) -> dict[str, float]:
-    """Seconds of a decode step of one row by each way that this machine has; the quickest of the rounds."""
-    engines = {}
-    for name, way in WAYS.items():
+    """Seconds of a short request by each way that this machine has; the quickest of the rounds."""
+    length = min(PROMPT, loaded.model.config.context // 2)
+    prompt, one = [[1] * length], SamplingParams(max_tokens=min(NEW, length), ignore_eos=True)
+    most, tried = 2 * (length + one.max_tokens), {}
+    for name, way in ways(loaded).items():
+        if not _has_room(loaded, way):
+            continue
         with contextlib.suppress(DeviceError):
-            engines[name] = ContinuousEngine(loaded, max_running=1, cache_tokens=64, speed=way)
-    one = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(ROUNDS + 1):
-        for name, engine in engines.items():
-            found[name].append(tpot(engine.generate([[0, 1]], one)[0].trace) or 0.0)
+            tried[name] = ContinuousEngine(loaded, max_running=1, cache_tokens=most, share_prefixes=False, speed=way)
+    found: dict[str, list[float]] = {name: [] for name in tried}
+    started = now()
+    for round_ in range(ROUNDS):
+        for name, engine in tried.items():
+            before = now()
+            engine.generate(prompt, one)
+            found[name].append(now() - before)
+        if round_ and now() - started > MOST_SECONDS:
+            break
     return {name: min(times[1:]) for name, times in found.items()}
 
 
+def _has_room(loaded: LoadedModel, way: Speed) -> bool:
+    """Whether the weights that this way lays out anew fit beside the model."""
+    copies = way.kernel + (way.fuse or way.pack)
+    weight = next(loaded.model.parameters())
+    if weight.device.type == "cuda":
+        free = torch.cuda.mem_get_info(weight.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    return copies * sum(p.nbytes for p in loaded.model.parameters()) < free // 2
+
+
 def _path(loaded: LoadedModel) -> Path:
-    weight, told, code = next(loaded.model.parameters()), describe_machine(), hashlib.sha256()
-    for file in sorted(Path(speed.__file__).parent.iterdir()):
-        if file.suffix in (".py", ".cpp"):
-            code.update(file.read_bytes())
-    machine = [torch.__version__, torch.get_num_threads(), told["cpu"], told["gpus"]]
-    key = json.dumps([loaded.source, str(weight.dtype), str(weight.device), machine, code.hexdigest()], default=str)
-    return cache_dir() / "auto" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    weight = next(loaded.model.parameters())
+    code = (Path(package.__path__[0]) for package in (speed, engines, cache, models))
+    return place(cache_dir(), "auto", [loaded.source, weight.dtype, weight.device], code)

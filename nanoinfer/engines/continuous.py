@@ -30,8 +30,10 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling import SamplingParams
+from nanoinfer.speed.graphs import DecodeGraphs
 from nanoinfer.speed.kernel import DecodeKernel
 from nanoinfer.speed.options import Speed
+from nanoinfer.speed.quicken import quicken
 
 PLAIN = Speed()
 
@@ -76,8 +78,14 @@ class ContinuousEngine(Engine):
         tokens = self._affordable_tokens(max_running, block_size) if cache_tokens is None else cache_tokens
         self.pool = BlockPool(tokens // block_size, block_size, share_prefixes)
         self.scheduler = Scheduler(self.pool, max_running, token_budget)
-        self.cache = PagedCache(self.config, self.pool.n_blocks, block_size, self.device, self.dtype)
-        self.kernel = DecodeKernel(loaded.model, speed.weights) if speed.kernel else None
+        self.model = quicken(loaded.model, speed)
+        self.kernel: DecodeKernel | DecodeGraphs | None = None
+        if speed.kernel:
+            self.kernel = DecodeKernel(loaded.model, "int8" if speed.weights else None)
+        if speed.graphs:
+            self.kernel = DecodeGraphs(self.model, max_running, self.pool.n_blocks)
+        # One block more than the pool knows of: for the graphs' rows of padding.
+        self.cache = PagedCache(self.config, self.pool.n_blocks + speed.graphs, block_size, self.device, self.dtype)
         self.front: Front | None = None
         self._owners: dict[scheduler.Sequence, list[tuple[Request, Deliver]]] = {}
         self._cancelled: deque[Request] = deque()  # and not yet taken out
@@ -163,18 +171,17 @@ class ContinuousEngine(Engine):
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
         """Run the chunks, those of one token first; logits ``[R, V]`` of those that reach their text's end."""
         rows = [NewTokens(c.sequence.table, c.n) for c in chunks if c.sequence.table is not None]
-        step = self.cache.step(rows, copies)
-        if self.kernel is None:
-            return self._by_model(chunks, step)
-        single = sum(c.n == 1 for c in chunks)
+        self.cache.prepare(rows, copies)
+        single = sum(c.n == 1 for c in chunks) if self.kernel is not None else 0
         parts = []
-        if single:
+        if self.kernel is not None and single:
             ids = [c.sequence.tokens[c.start] for c in chunks[:single]]
             logits = self.kernel(self.cache, rows[:single], ids)
-            parts.append(logits[[row for row, c in enumerate(chunks[:single]) if c.reaches_end]])
+            ends = [row for row, c in enumerate(chunks[:single]) if c.reaches_end]
+            parts.append(logits if len(ends) == single else logits[ends])
         if single < len(chunks):
-            parts.append(self._by_model(chunks[single:], PagedStep(self.cache, rows[single:]) if single else step))
-        return torch.cat([logits.float() for logits in parts])
+            parts.append(self._by_model(chunks[single:], PagedStep(self.cache, rows[single:])).float())
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _by_model(self, chunks: Sequence[Chunk], step: PagedStep) -> Tensor:
         ids = [i for c in chunks for i in c.sequence.tokens[c.start : c.start + c.n]]

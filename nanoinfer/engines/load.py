@@ -14,11 +14,12 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.naive import NaiveEngine
+from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.errors import RequestError, nearest
 from nanoinfer.models.registry import LoadedModel, load_model
 
 ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (NaiveEngine, CachedEngine, BatchedEngine, ContinuousEngine)
+    engine.name: engine for engine in (NaiveEngine, CachedEngine, BatchedEngine, ContinuousEngine, SpeculativeEngine)
 }
 
 
@@ -36,8 +37,8 @@ def load(
     Args:
         model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
             model that is loaded already, which is then shared (device, dtype and seed are its own).
-        engine: ``naive``, ``cached``, ``batched``, ``continuous``, or ``auto``: continuous, at the speed that a short
-            trial finds best on this machine.
+        engine: ``naive``, ``cached``, ``batched``, ``continuous``, ``speculative``, or ``auto``: continuous, at the
+            speed that a short trial finds best on this machine.
         device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         seed: of the weights, for ``random:`` models.

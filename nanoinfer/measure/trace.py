@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.measure.files import write_whole
 
 Status = Literal["ok", "error", "timeout", "cancelled", "rejected"]
 
@@ -51,11 +52,7 @@ class Trace:
 
 def save_traces(path: Path, traces: Iterable[Trace]) -> None:
     """Write one JSON object a line; the file appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as out:
-        for trace in traces:
-            out.write(json.dumps(asdict(trace)) + "\n")
-    part.replace(path)
+    write_whole(path, "".join(json.dumps(asdict(trace)) + "\n" for trace in traces))
 
 
 def load_traces(path: Path) -> Iterator[Trace]:

@@ -30,6 +30,7 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 
 SOURCE = Path(__file__).with_name("step.cpp")
+PARTS = (SOURCE, SOURCE.with_name("team.h"), SOURCE.with_name("vectors.h"))
 Weights = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 SLAB, GROUP = 32, 32  # as in step.cpp
@@ -47,6 +48,7 @@ class _Step(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("table_width", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
+        ("together", ctypes.c_int32),
         ("ids", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
@@ -74,7 +76,8 @@ def build(flags: Sequence[str] = ("-march=native",)) -> Path:
     """
     if (cxx := compiler()) is None:
         raise DeviceError("no C++ compiler here (c++, g++ or clang++): install one, or do without the kernel")
-    key = "|".join([SOURCE.read_text(encoding="utf-8"), cxx, *flags, cpu_model(), platform.machine()])
+    code = [part.read_text(encoding="utf-8") for part in PARTS]
+    key = "|".join([*code, cxx, *flags, cpu_model(), platform.machine()])
     path = cache_dir() / "kernels" / f"step-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
@@ -112,8 +115,8 @@ class DecodeKernel:
 
     Args:
         model: on the CPU, in float32 or bfloat16; it must stay alive and unchanged.
-        weights: what the products are computed in. ``int8`` has a scale for every 32 numbers of a row, and leaves
-            the head in bfloat16.
+        weights: what the products are computed in. ``int8`` has a scale for every 32 numbers of a row; what goes
+            into the head is given twice the bits.
         threads: None for as many as PyTorch uses.
         flags: see :func:`build`.
 
@@ -145,8 +148,7 @@ class DecodeKernel:
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
         self._kept = [embedding]
         for which, (weight, bias) in enumerate(_linears(model)):
-            is_head = which == 4 * c.n_layers
-            slabs, scales = pack(weight, "bfloat16" if is_head and self.weights == "int8" else self.weights)
+            slabs, scales = pack(weight, self.weights)
             b = None if bias is None else bias.float().contiguous()
             self._lib.ni_linear(self._handle, which, _address(slabs), _address(scales), _address(b), *weight.shape)
         for which, (weight, bias) in enumerate(_norms(model)):
@@ -168,23 +170,24 @@ class DecodeKernel:
         return int(self._lib.ni_bytes(self._handle))
 
     def __call__(self, cache: PagedCache, rows: Sequence[NewTokens], ids: Sequence[int]) -> Tensor:
-        """Run one step: write each row's newest token into its blocks, and return its logits ``[R, V]`` fp32.
+        """Run one step: write the rows' new tokens into their blocks, and return the logits of each ``[N, V]`` fp32.
 
         Args:
             cache: in the model's dtype; blocks are taken and ready (:meth:`PagedCache.prepare`).
-            rows: of one new token each.
-            ids: their tokens.
+            rows: of one new token each, or of several that follow each other.
+            ids: their tokens, one row's behind the other's.
         """
         assert cache.k.dtype == self.dtype and cache.k.is_contiguous() and cache.v.is_contiguous()
-        assert all(row.n == 1 for row in rows) and len(ids) == len(rows) > 0
+        n = sum(row.n for row in rows)
+        assert len(ids) == n > 0
         width = max(len(row.table.blocks) for row in rows)
-        filled = [row.table.blocks + [0] * (width - len(row.table.blocks)) for row in rows]
+        filled = [row.table.blocks + [0] * (width - len(row.table.blocks)) for row in rows for _ in range(row.n)]
         tables = torch.tensor(filled, dtype=torch.int32)
-        positions = torch.tensor([row.table.length for row in rows])
+        positions = torch.tensor([i for row in rows for i in range(row.table.length, row.end)])
         tokens = torch.tensor(ids)
-        logits = torch.empty(len(rows), self.config.vocab_size)
+        logits = torch.empty(n, self.config.vocab_size)
         call = _Step(
-            len(rows), width, cache.block_size, tokens.data_ptr(), positions.data_ptr(), tables.data_ptr(),
+            n, width, cache.block_size, n > len(rows), tokens.data_ptr(), positions.data_ptr(), tables.data_ptr(),
             cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0), logits.data_ptr(),
         )  # fmt: skip
         self._lib.ni_step(self._handle, ctypes.byref(call))

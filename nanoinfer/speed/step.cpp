@@ -14,30 +14,16 @@
 // has them. Nothing of PyTorch is included: the caller hands over addresses (see kernel.py).
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <thread>
+#include <type_traits>
 #include <vector>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+
+#include "team.h"
+#include "vectors.h"
 
 namespace {
-
-typedef float F16 __attribute__((vector_size(64)));     // sixteen numbers
-typedef int32_t I16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-typedef uint16_t H16 __attribute__((vector_size(32)));  // sixteen bf16
 
 constexpr int SLAB = 32;   // outputs a slab: two vectors
 constexpr int GROUP = 32;  // int8: numbers along K that share a scale. K is padded to a multiple of it.
@@ -45,137 +31,6 @@ constexpr int GROUP = 32;  // int8: numbers along K that share a scale. K is pad
 int padded(int k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
 enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
-
-template <class T> T load(const void* p) { T v; std::memcpy(&v, p, sizeof v); return v; }
-template <class T> void store(void* p, T v) { std::memcpy(p, &v, sizeof v); }
-F16 all(float x) { return F16{} + x; }
-
-uint16_t to_bf16(float x) {  // to nearest, ties to even
-  uint32_t u = load<uint32_t>(&x);
-  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16) | 0x40;  // NaN stays NaN
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-F16 from_bf16(const uint16_t* p) { return (F16)(__builtin_convertvector(load<H16>(p), U16) << 16); }
-F16 read16(const uint16_t* p) { return from_bf16(p); }
-F16 read16(const float* p) { return load<F16>(p); }
-float read1(const uint16_t* p) { uint32_t u = uint32_t(*p) << 16; return load<float>(&u); }
-float read1(const float* p) { return *p; }
-void write1(uint16_t* p, float x) { *p = to_bf16(x); }
-void write1(float* p, float x) { *p = x; }
-
-float sum(F16 v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#else
-  float lane[16];
-  store(lane, v);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-  return lane[0];
-#endif
-}
-
-F16 exp16(F16 x) {  // relative error about 1e-7
-  x = x < all(-87.0f) ? all(-87.0f) : x;
-  x = x > all(88.0f) ? all(88.0f) : x;
-  F16 n = x * 1.44269504f + 12582912.0f - 12582912.0f;  // to the nearest whole number
-  F16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  F16 p = all(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = p * r + c;
-  p = p * r * r + r + 1.0f;
-  I16 power = (__builtin_convertvector(n, I16) + 127) << 23;
-  return p * (F16)power;
-}
-F16 silu(F16 x) { return x / (1.0f + exp16(-x)); }
-F16 gelu(F16 x) { return x / (1.0f + exp16(-1.5957691216f * (x + 0.044715f * x * x * x))); }  // GPT-2's tanh form
-
-// --- memory -------------------------------------------------------------------------------------------------------
-
-// Aligned, and in huge pages where the system gives them: a weight pass touches every page once.
-class Buffer {
- public:
-  void resize(size_t bytes) {
-    const size_t align = bytes >= (4u << 20) ? (2u << 20) : 64;
-    const size_t whole = (std::max<size_t>(bytes, 1) + align - 1) / align * align;
-    p_.reset(std::aligned_alloc(align, whole));
-    if (!p_) std::abort();
-#if defined(__linux__)
-    if (align > 64) madvise(p_.get(), whole, MADV_HUGEPAGE);
-#endif
-    std::memset(p_.get(), 0, whole);
-    wanted_ = bytes;
-  }
-  void at_least(size_t bytes) { if (bytes > wanted_) resize(bytes); }
-  template <class T> T* as() const { return static_cast<T*>(p_.get()); }
-  size_t wanted() const { return wanted_; }
-
- private:
-  struct Free { void operator()(void* p) const { std::free(p); } };
-  std::unique_ptr<void, Free> p_;
-  size_t wanted_ = 0;
-};
-
-// --- threads ------------------------------------------------------------------------------------------------------
-
-// A team of its own: as many threads as asked for, all of which are there before a step begins, and asleep between steps.
-class Team {
- public:
-  explicit Team(int n) : n_(std::max(1, n)) {
-    for (int i = 1; i < n_; i++) threads_.emplace_back([this, i] { work(i); });
-  }
-  ~Team() {
-    { std::lock_guard<std::mutex> lock(mutex_); stop_ = true; job_number_++; }
-    wake_.notify_all();
-    for (auto& t : threads_) t.join();
-  }
-  int size() const { return n_; }
-  void run(const std::function<void(int)>& job) {
-    { std::lock_guard<std::mutex> lock(mutex_); job_ = &job; job_number_++; }
-    wake_.notify_all();
-    job(0);
-    barrier();  // nobody is left behind in the job
-  }
-  void barrier() {
-    if (n_ == 1) return;
-    int phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-      if (spins > 4000) std::this_thread::yield();  // somebody else has the core that we wait for
-    }
-  }
-
- private:
-  void work(int i) {
-    for (long seen = 0;;) {
-      const std::function<void(int)>* job;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return job_number_ != seen; });
-        seen = job_number_;
-        if (stop_) return;
-        job = job_;
-      }
-      (*job)(i);
-      barrier();
-    }
-  }
-  int n_;
-  std::vector<std::thread> threads_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  const std::function<void(int)>* job_ = nullptr;
-  long job_number_ = 0;
-  bool stop_ = false;
-  std::atomic<int> arrived_{0}, phase_{0};
-};
 
 // --- products -----------------------------------------------------------------------------------------------------
 
@@ -219,6 +74,11 @@ struct Input {
         offset.as<int32_t>()[row * (k / GROUP) + g] = -128 * total;
       }
     }
+  }
+  // Into the row behind it: what int8 left of x. Changes x.
+  void put_rest(int row, float* x, int padded) {
+    for (int i = 0; i < padded; i++) x[i] -= data.as<int8_t>()[size_t(row) * k + i] * scale.as<float>()[(row * k + i) / GROUP];
+    put(INT8, row + 1, x, padded);
   }
 };
 
@@ -370,7 +230,7 @@ struct Shape {  // in the order in which kernel.py fills it
 struct Norm { std::vector<float> weight, bias; };
 enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3 };  // of a layer's four products
 struct Step {  // one call's arguments
-  int rows, table_width, block_size;
+  int rows, table_width, block_size, together;  // together: some rows are of one text
   const int64_t *ids, *positions;
   const int32_t* tables;  // [rows, table_width]
   void *k, *v;            // [n_layers, n_blocks, block_size, n_kv, d_head]
@@ -399,9 +259,10 @@ class Model {
     turn_.at_least(size_t(rows) * shape.d_head * 4);
     const size_t longest = size_t(*std::max_element(call.positions, call.positions + rows)) + 32;
     for (auto& own : own_) {
-      own.in.reserve(rows, widest);
+      own.in.reserve(rows * 2, widest);
       own.line.at_least(size_t(widest) * 4);
-      own.scores.at_least((longest + call.block_size) * 4);
+      own.scores.at_least(longest * 3 * 4);
+      own.places.at_least(longest * 8);
     }
     team_.run([&](int thread) {
       if (shape.kind == FLOAT32) all_layers<FLOAT32>(call, thread);
@@ -411,7 +272,7 @@ class Model {
   }
 
  private:
-  struct Own { Input in; Buffer line, scores; };  // a thread's scratch
+  struct Own { Input in; Buffer line, scores, places; };  // a thread's scratch
   Team team_;
   std::vector<Own> own_;
   Buffer x_, qkv_, mixed_, wide_, turn_;  // residual stream, its projections, attention's result, the MLP's middle
@@ -445,7 +306,12 @@ class Model {
       });
       team_.barrier();
       share(rows * shape.n_kv_heads, thread, begin, end);
-      for (int item = begin; item < end; item++) attend<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
+      for (int item = begin; item < end; item++) write<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads);
+      if (call.together) team_.barrier();  // rows of one text look at each other's keys
+      for (int item = begin; item < end; item++) {
+        if (item + 1 < end) fetch<T>(call, l, (item + 1) / shape.n_kv_heads, (item + 1) % shape.n_kv_heads);
+        attend<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
+      }
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, mixed + size_t(r) * nqp, nqp);
       add_to_stream<KIND>(of[OUT], rows, thread);
@@ -465,15 +331,17 @@ class Model {
       add_to_stream<KIND>(of[DOWN], rows, thread);
       team_.barrier();
     }
-    constexpr Kind HEAD = KIND == INT8 ? BFLOAT16 : KIND;  // what chooses the token is not rounded that far
-    normed<HEAD>(norms.back(), rows, own);
+    // What chooses the token is not rounded that far: in int8 each row is two, itself and what rounding left of it.
+    constexpr int PARTS = KIND == INT8 ? 2 : 1;
+    normed<KIND, PARTS>(norms.back(), rows, own);
     const Linear& head = linears.back();
     share(head.n_slabs(), thread, begin, end);
-    product<HEAD>(head, own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
-      float* to = call.logits + size_t(r) * shape.vocab + size_t(s) * SLAB;
+    product<KIND>(head, own.in, rows * PARTS, begin, end, [&](int r, int s, F16 a, F16 b) {
+      float* to = call.logits + size_t(r / PARTS) * shape.vocab + size_t(s) * SLAB;
+      const int n = std::min(SLAB, shape.vocab - s * SLAB);  // the last slab may be cut
       float both[SLAB];
       store(both, a), store(both + 16, b);
-      std::memcpy(to, both, size_t(std::min(SLAB, shape.vocab - s * SLAB)) * 4);  // the last slab may be cut
+      for (int i = 0; i < n; i++) to[i] = r % PARTS ? to[i] + both[i] : both[i];
     });
   }
 
@@ -510,7 +378,7 @@ class Model {
   }
 
   // Every thread norms all rows for itself: it is less work than a barrier is waiting.
-  template <Kind KIND>
+  template <Kind KIND, int PARTS = 1>
   void normed(const Norm& norm, int rows, Own& own) {
     const int d = shape.d_model, dp = padded(d);
     float* line = own.line.as<float>();
@@ -531,7 +399,8 @@ class Model {
       for (int i = 0; i < d; i++) line[i] = (x[i] - mean) * scale * norm.weight[i];
       for (int i = 0; i < d && shape.gpt2; i++) line[i] += norm.bias[i];
       std::fill(line + d, line + dp, 0.0f);
-      own.in.put(KIND, r, line, dp);
+      own.in.put(KIND, r * PARTS, line, dp);
+      if (PARTS == 2) own.in.put_rest(r * PARTS, line, dp);
     }
   }
 
@@ -545,57 +414,109 @@ class Model {
     }
   }
 
-  // One KV head of one row: turn, write the new key and value, look at all that are there.
+  const float* query(int row, int kv) const {
+    return qkv_.as<float>() + size_t(row) * padded(linears[QKV].n) + kv * (shape.n_heads / shape.n_kv_heads) * shape.d_head;
+  }
+  template <class T>
+  static T* stored(void* store, const Step& call, int l) { return static_cast<T*>(store) + l * call.layer_stride; }
+  // Where in a layer's store the key of a row's token t begins.
+  int64_t place(const Step& call, int row, int kv, int t) const {
+    const int64_t block = call.tables[size_t(row) * call.table_width + t / call.block_size];
+    return ((block * call.block_size + t % call.block_size) * shape.n_kv_heads + kv) * shape.d_head;
+  }
+
+  // Turn one KV head's queries and key of one row by their position, and write key and value into the cache.
+  template <class T>
+  void write(const Step& call, int l, int row, int kv) {
+    const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads;
+    float* q = const_cast<float*>(query(row, kv));
+    float *key = qkv_.as<float>() + size_t(row) * padded(linears[QKV].n) + (shape.n_heads + kv) * d, *value = key + shape.n_kv_heads * d;
+    for (int g = 0; g < group && !shape.gpt2; g++) rotate(q + g * d, row);
+    if (!shape.gpt2) rotate(key, row);
+    const int64_t at = place(call, row, kv, int(call.positions[row]));
+    T *to_k = stored<T>(call.k, call, l) + at, *to_v = stored<T>(call.v, call, l) + at;
+    for (int i = 0; i < d; i++) write1(to_k + i, key[i]), write1(to_v + i, value[i]);
+  }
+
+  // Ask for the keys and values that are next: they lie in small pieces, which no processor foresees.
+  template <class T>
+  void fetch(const Step& call, int l, int row, int kv) const {
+    asm volatile("");  // or GCC takes the function for one without effects, and drops it
+    const int64_t apart = int64_t(shape.n_kv_heads) * shape.d_head;
+    const T *keys = stored<T>(call.k, call, l), *values = stored<T>(call.v, call, l);
+    for (int t = 0; t <= call.positions[row]; t += call.block_size) {
+      const int64_t first = place(call, row, kv, t);
+      for (int i = 0; i < call.block_size; i++)
+        for (int at = 0; at < shape.d_head; at += 64 / int(sizeof(T))) {
+          __builtin_prefetch(keys + first + i * apart + at, 0, 2);
+          __builtin_prefetch(values + first + i * apart + at, 0, 2);
+        }
+    }
+  }
+
+  // One KV head of one row: its queries look at all keys up to the row's own.
   template <class T>
   void attend(const Step& call, int l, int row, int kv, Own& own) {
-    const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads, nq = shape.n_heads * d;
+    const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads;
     const int length = int(call.positions[row]) + 1, line = (length + 15) / 16 * 16;
-    float* qkv = qkv_.as<float>() + size_t(row) * padded(linears[QKV].n);
-    float *q = qkv + kv * group * d, *key = qkv + nq + kv * d, *value = key + shape.n_kv_heads * d;
-    if (!shape.gpt2) {
-      for (int g = 0; g < group; g++) rotate(q + g * d, row);
-      rotate(key, row);
+    int64_t* places = own.places.as<int64_t>();
+    for (int t = 0; t < length; t += call.block_size) {
+      const int64_t first = place(call, row, kv, t);
+      for (int i = 0; i < call.block_size && t + i < length; i++) places[t + i] = first + int64_t(i) * shape.n_kv_heads * d;
     }
-    const int32_t* table = call.tables + size_t(row) * call.table_width;
-    const int size = call.block_size, apart = shape.n_kv_heads * d;
-    auto block = [&](void* store, int b) {
-      return static_cast<T*>(store) + l * call.layer_stride + (int64_t(table[b]) * size * shape.n_kv_heads + kv) * d;
-    };
-    const int last = (length - 1) / size, slot = (length - 1) % size;
-    T *new_key = block(call.k, last) + slot * apart, *new_value = block(call.v, last) + slot * apart;
-    for (int i = 0; i < d; i++) write1(new_key + i, key[i]), write1(new_value + i, value[i]);
-
-    float* p = own.scores.as<float>();
-    float* out = mixed_.as<float>() + size_t(row) * padded(nq) + kv * group * d;
-    const float scale = 1.0f / std::sqrt(float(d));
-    for (int g = 0; g < group; g++) {
-      for (int b = 0; b <= last; b++) scores(q + g * d, block(call.k, b), std::min(size, length - b * size), d, apart, scale, p + b * size);
-      std::fill(p + length, p + line, -INFINITY);
-      softmax(p, length, line);
-      std::fill(out + g * d, out + (g + 1) * d, 0.0f);
-      for (int b = 0; b <= last; b++) mix(p + b * size, block(call.v, b), std::min(size, length - b * size), d, apart, out + g * d);
-    }
-  }
-
-  // One query against the n keys of a block.
-  template <class T>
-  static void scores(const float* q, const T* k, int n, int d, int apart, float scale, float* to) {
-    for (int t = 0; t < n; t++, k += apart) {
-      F16 s = F16{};
-      int i = 0;
-      for (; i + 16 <= d; i += 16) s += load<F16>(q + i) * read16(k + i);
-      float rest = 0;
-      for (; i < d; i++) rest += q[i] * read1(k + i);
-      to[t] = (sum(s) + rest) * scale;
+    std::fill(places + length, places + line, places[0]);  // any that are there: their share will be 0
+    const T *keys = stored<T>(call.k, call, l), *values = stored<T>(call.v, call, l);
+    float *p = own.scores.as<float>(), *out = mixed_.as<float>() + size_t(row) * padded(shape.n_heads * d) + kv * group * d;
+    const float* q = query(row, kv);
+    for (int g = 0; g < group;) {  // heads that share keys, up to three at a time: each key is read once for them
+      auto some = [&](auto n) {
+        constexpr int G = decltype(n)::value;
+        for (int t = 0; t < line; t += 8) scores<G>(q + g * d, keys, places + t, d, p + t, line);
+        for (int h = 0; h < G; h++) softmax(p + size_t(h) * line, length, line, 1.0f / std::sqrt(float(d)));
+        int i = 0;
+        for (; i + 64 <= d; i += 64) mix<G, 4>(p, values + i, places, length, line, out + g * d + i, d);
+        for (; i + 16 <= d; i += 16) mix<G, 1>(p, values + i, places, length, line, out + g * d + i, d);
+        for (; i < d; i++)
+          for (int h = 0; h < G; h++) {
+            float& to = out[(g + h) * d + i] = 0;
+            for (int t = 0; t < length; t++) to += p[size_t(h) * line + t] * read1(values + places[t] + i);
+          }
+        g += G;
+      };
+      if (group - g >= 3) some(std::integral_constant<int, 3>());
+      else if (group - g == 2) some(std::integral_constant<int, 2>());
+      else some(std::integral_constant<int, 1>());
     }
   }
 
-  // p, of which those from length to line are -infinity, becomes shares of 1.
-  static void softmax(float* p, int length, int line) {
+  // Products of G queries with eight keys.
+  template <int G, class T>
+  static void scores(const float* q, const T* keys, const int64_t* places, int d, float* to, int line) {
+    F16 acc[G][8] = {};
+    const int whole = d / 16 * 16;
+    for (int i = 0; i < whole; i += 16)
+#pragma GCC unroll 8
+      for (int t = 0; t < 8; t++) {
+        F16 k = read16(keys + places[t] + i);
+#pragma GCC unroll 3
+        for (int g = 0; g < G; g++) acc[g][t] += load<F16>(q + size_t(g) * d + i) * k;
+      }
+    F16 result[G][8];
+    std::memcpy(result, acc, sizeof acc);
+    for (int g = 0; g < G; g++) {
+      sums(result[g], to + size_t(g) * line);
+      for (int t = 0; t < 8; t++)
+        for (int i = whole; i < d; i++) to[size_t(g) * line + t] += q[size_t(g) * d + i] * read1(keys + places[t] + i);
+    }
+  }
+
+  // p, of which those from length to line count nothing, becomes shares of 1.
+  static void softmax(float* p, int length, int line, float scale) {
+    std::fill(p + length, p + line, -INFINITY);
     const float most = *std::max_element(p, p + length);
     F16 total = F16{};
     for (int t = 0; t < line; t += 16) {
-      F16 e = exp16(load<F16>(p + t) - most);
+      F16 e = exp16((load<F16>(p + t) - most) * scale);
       for (int j = std::max(0, length - t); j < 16; j++) e[j] = 0;
       store(p + t, e);
       total += e;
@@ -604,23 +525,20 @@ class Model {
     for (int t = 0; t < line; t += 16) store(p + t, load<F16>(p + t) * inverse);
   }
 
-  // Add the n values of a block, each by its share.
-  template <class T>
-  static void mix(const float* p, const T* v, int n, int d, int apart, float* out) {
-    int i = 0;
-    for (; i + 64 <= d; i += 64) mix_part<4>(p, v + i, n, apart, out + i);
-    for (; i + 16 <= d; i += 16) mix_part<1>(p, v + i, n, apart, out + i);
-    for (; i < d; i++)
-      for (int t = 0; t < n; t++) out[i] += p[t] * read1(v + size_t(t) * apart + i);
-  }
-  template <int V, class T>
-  static void mix_part(const float* p, const T* v, int n, int apart, float* out) {
-    F16 acc[V];
-    std::memcpy(acc, out, sizeof acc);
-    for (int t = 0; t < n; t++, v += apart)
+  // The values, each by its share, for G queries.
+  template <int G, int V, class T>
+  static void mix(const float* p, const T* values, const int64_t* places, int length, int line, float* out, int d) {
+    F16 acc[G][V] = {};
+    for (int t = 0; t < length; t++)
 #pragma GCC unroll 4
-      for (int j = 0; j < V; j++) acc[j] += p[t] * read16(v + 16 * j);
-    std::memcpy(out, acc, sizeof acc);
+      for (int j = 0; j < V; j++) {
+        F16 v = read16(values + places[t] + 16 * j);
+#pragma GCC unroll 3
+        for (int g = 0; g < G; g++) acc[g][j] += p[size_t(g) * line + t] * v;
+      }
+    F16 result[G][V];
+    std::memcpy(result, acc, sizeof acc);
+    for (int g = 0; g < G; g++) std::memcpy(out + size_t(g) * d, result[g], sizeof result[g]);
   }
 };
 
@@ -635,7 +553,7 @@ void ni_free(void* model) { delete static_cast<Model*>(model); }
 
 void ni_linear(void* model, int which, const void* slabs, const void* scales, const float* bias, int n, int k) {
   Model& m = *static_cast<Model*>(model);
-  m.linears[which].take(which == 4 * m.shape.n_layers && m.shape.kind == INT8 ? BFLOAT16 : Kind(m.shape.kind), slabs, scales, bias, n, k);
+  m.linears[which].take(Kind(m.shape.kind), slabs, scales, bias, n, k);
 }
 
 void ni_norm(void* model, int which, const float* weight, const float* bias) {

@@ -22,7 +22,7 @@ from nanoinfer.sampling import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
 
 ALL = sorted(ENGINES)
-CROPPING = [name for name in ALL if name != "continuous"]
+CROPPING = [name for name in ALL if name not in ("continuous", "speculative")]
 TINY = {config.family: tiny(config) for config in (GPT2, LLAMA)}
 EOS = 7
 

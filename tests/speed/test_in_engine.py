@@ -21,6 +21,25 @@ GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 48)
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 256, 48, tied=False)
 
 
+EXACT = [Speed(kernel=True), Speed(fuse=True), Speed(pack=True), Speed(kernel=True, fuse=True, pack=True)]
+
+
+@pytest.mark.parametrize("speed", EXACT, ids=str)
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_every_exact_speed_gives_the_naive_engines_tokens_and_leaves_the_model_alone(
+    config: ModelConfig, speed: Speed
+) -> None:
+    loaded = tiny(config)
+    before = {name: (p, p.clone()) for name, p in loaded.model.named_parameters()}
+    prompts = [[i + 1] * i + [7 * i] for i in range(1, 9)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = NaiveEngine(loaded).generate(prompts, params)
+    found = ContinuousEngine(loaded, max_running=5, cache_tokens=512, speed=speed).generate(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    for name, p in loaded.model.named_parameters():
+        assert p is before[name][0] and torch.equal(p, before[name][1])
+
+
 @pytest.mark.parametrize("blocks", [5, 40], ids=["constant preemption", "room"])
 @pytest.mark.parametrize("budget", [5, 64])
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -58,9 +77,21 @@ def test_a_text_does_not_depend_on_its_neighbours_in_int8() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(RequestError, match="give kernel=True too"):
-        Speed(weights="int8")
-    with pytest.raises(RequestError, match="None or 'int8'"):
+    with pytest.raises(RequestError, match="None, 'int8', 'int4' or 'fp8'"):
         Speed(kernel=True, weights="int3")  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="float32 or bfloat16"):
         load(load_model("random:tiny-llama", dtype=torch.float16), "continuous", speed=Speed(kernel=True))
+
+
+def test_speeds_by_name() -> None:
+    assert Speed.parse("kernel, int8") == Speed(kernel=True, weights="int8")
+    assert Speed.parse("fuse,pack,compiled") == Speed(fuse=True, pack=True, compiled=True)
+    assert Speed.parse("") == Speed()
+    with pytest.raises(RequestError, match=r"unknown speed 'kernle'.*kernel"):
+        Speed.parse("kernle")
+    with pytest.raises(RequestError, match="one kind: give int8 or int4"):
+        Speed.parse("int8,int4")
+    with pytest.raises(RequestError, match="not in int4"):
+        Speed.parse("kernel,int4")
+    with pytest.raises(RequestError, match="graphs for GPUs"):
+        Speed(kernel=True, graphs=True)

@@ -27,7 +27,12 @@ from nanoinfer.speed.kernel import DecodeKernel
 # Sizes that fill nothing: heads of 24 and 40, widths that are no multiple of 32 or 64, an odd vocabulary.
 GPT2_SHAPE = ModelConfig("gpt2", 2, 72, 3, 3, 24, 200, 307, 64)
 LLAMA_SHAPE = ModelConfig("llama", 2, 80, 6, 2, 40, 112, 301, 64, tied=False)
-SHAPES = {"gpt2": GPT2_SHAPE, "llama": LLAMA_SHAPE, "llama-mha": replace(LLAMA_SHAPE, n_kv_heads=6, tied=True)}
+SHAPES = {
+    "gpt2": GPT2_SHAPE,
+    "llama": LLAMA_SHAPE,
+    "llama-mha": replace(LLAMA_SHAPE, n_kv_heads=6, tied=True),
+    "llama-5-of-80": replace(LLAMA_SHAPE, n_heads=5, n_kv_heads=1, d_head=80),
+}
 #: What a compiler targets where the processor has none of the wide instructions.
 PORTABLE = () if sys.platform == "darwin" else ("-mno-avx512f",) if os.uname().machine == "x86_64" else ()
 LENGTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 40, 5, 2, 12)  # rows enough for every tile: 8 + 4 + 1
@@ -114,6 +119,26 @@ def test_a_row_does_not_depend_on_its_neighbours_to_the_bit(name: str, weights: 
     assert torch.equal(one(bench.cache, *bench.rows([3])), solo[3:4])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_several_tokens_of_a_text_at_once_are_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    one_by_one, together = (Bench(random_model(SHAPES[name], dtype), [3, 9]) for _ in range(2))
+    step, more, expected = DecodeKernel(one_by_one.model, threads=2), [11, 12, 13, 14, 15, 16], []
+    for i, token in enumerate(more):
+        rows, _ = one_by_one.rows([1])
+        expected.append(step(one_by_one.cache, rows, [token]))
+        one_by_one.texts[1].append(0)
+        one_by_one.pool.commit(one_by_one.tables[1], one_by_one.texts[1], 1)
+        one_by_one.pool.grow(one_by_one.tables[1], 1)
+        assert one_by_one.tables[1].length == 10 + i
+    together.pool.grow(together.tables[1], len(more) - 1)
+    rows = [NewTokens(together.tables[0], 1), NewTokens(together.tables[1], len(more))]
+    together.cache.step(rows)
+    found = DecodeKernel(together.model, threads=2)(together.cache, rows, [together.texts[0][-1], *more])
+    assert torch.equal(found[1:], torch.cat(expected))
+    assert torch.equal(found[:1], step(one_by_one.cache, *one_by_one.rows([0])))
+
+
 def test_many_threads_beside_pytorch_and_two_kernels_at_once_do_not_hang() -> None:
     bench, other = (Bench(random_model(LLAMA_SHAPE, torch.float32)) for _ in range(2))
     expected = bench.by_torch([0, 1])
@@ -142,8 +167,7 @@ def test_packed_bytes_are_the_formula() -> None:
     numbers = 2 * ((64 + 2 * 32) * 64 + 64 * 64 + 3 * 64 * 128) + 320 * 64
     model = random_model(config, torch.bfloat16)
     assert DecodeKernel(model, "bfloat16").nbytes == 2 * numbers
-    layers = numbers - 320 * 64
-    assert DecodeKernel(model, "int8").nbytes == layers + 2 * layers // 32 + 2 * 320 * 64
+    assert DecodeKernel(model, "int8").nbytes == numbers + 2 * numbers // 32
 
 
 def test_it_is_built_once_and_said_once(
