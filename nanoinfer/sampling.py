@@ -109,6 +109,12 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
 
+    @property
+    def penalises(self) -> bool:
+        """Whether what was said before bears on what is said next."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
 @dataclass
 class SamplerState:
     """What sampling remembers of one request: its settings, its history, its dice."""
@@ -227,6 +233,8 @@ def pick(probs: Tensor, draws: Tensor) -> Tensor:
 def penalise(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """Apply repetition, then frequency and presence penalties, ``[B, V]``; rows without any are untouched."""
     params = [s.params for s in states]
+    if not any(p.penalises for p in params):
+        return logits
     seen = [{*s.prompt_ids, *s.generated} if s.params.repetition_penalty != 1.0 else set() for s in states]
     if any(seen):
         rows, ids = _rows_and_ids(seen, logits.device)

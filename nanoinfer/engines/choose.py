@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,15 +23,15 @@ def choose(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 def not_finite(logits: Tensor) -> dict[int, RequestError]:
     """Rows of logits ``[R, V]`` from which no token can be chosen, and what to say of each."""
     on_cpu = logits.device.type == "cpu"  # there NumPy does it, without waking a thread team
-    most = torch.from_numpy(logits.float().numpy().max(axis=-1)) if on_cpu else logits.amax(dim=-1)
-    finite = torch.isfinite(most)
-    if finite.all():
+    most = (logits.float().numpy().max(axis=-1) if on_cpu else logits.amax(dim=-1)).tolist()
+    bad = [row for row, value in enumerate(most) if not math.isfinite(value)]
+    if not bad:
         return {}
     reason = (
         f"the model's logits are not finite (in {str(logits.dtype).removeprefix('torch.')}): "
         "its weights are damaged, or its numbers too large for the dtype; take bfloat16 or float32"
     )
-    return {row: RequestError(reason) for row in (~finite).nonzero().flatten().tolist()}
+    return {row: RequestError(reason) for row in bad}
 
 
 def note_logprobs(logits: Tensor, tokens: Tensor, running: Sequence[Request]) -> None:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -42,7 +43,7 @@ class Buffer {
 };
 
 
-// A team of its own: as many threads as asked for, all of which are there before a step begins, and asleep between steps.
+// A team of its own: as many threads as asked for, all there before a step begins, and asleep soon after it.
 class Team {
  public:
   explicit Team(int n) : n_(std::max(1, n)) {
@@ -80,6 +81,10 @@ class Team {
   void work(int i) {
     for (long seen = 0;;) {
       const std::function<void(int)>* job;
+      // The next step is often near, and to be woken takes as long as a layer: look out for it before falling asleep.
+      const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(1);
+      while (job_number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until)
+        std::this_thread::yield();
       {
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [&] { return job_number_ != seen; });
@@ -96,7 +101,7 @@ class Team {
   std::mutex mutex_;
   std::condition_variable wake_;
   const std::function<void(int)>* job_ = nullptr;
-  long job_number_ = 0;
+  std::atomic<long> job_number_{0};
   bool stop_ = false;
   std::atomic<int> arrived_{0}, phase_{0};
 };

@@ -83,18 +83,18 @@ def test_nothing_is_left_unpacked_and_the_original_is_left_alone() -> None:
 
 
 def test_one_graph_serves_any_number_of_rows() -> None:
-    linear = PackedLinear(torch.randn(53, 37), torch.randn(53))
+    linear, more = PackedLinear(torch.randn(53, 37), torch.randn(53)), torch.randn(53)
     graphs: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(lambda x: linear(x * 2), backend=count, dynamic=True, fullgraph=True)
+    compiled = torch.compile(lambda x: linear(x * 2) + more, backend=count, dynamic=True, fullgraph=True)
     with torch.inference_mode():
         for rows in (2, 9, 40):
             x = torch.randn(1, rows, 37)
-            torch.testing.assert_close(compiled(x), linear(x * 2))
+            torch.testing.assert_close(compiled(x), linear(x * 2) + more)
     assert len(graphs) == 1
 
 
