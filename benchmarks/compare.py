@@ -37,6 +37,7 @@ SCRIPTS = Path(__file__).parent / "peers"
 PROMPT, NEW = 64, 64
 LARGE = 2e9  # bytes of weights from which only ours and the reference are run
 SPARE = 1.2  # memory for each byte of weights: caches and activations too
+BUSY = 0.5  # load average before the start, of a machine that is not quiet
 REFERENCE = "transformers"
 #: Ours by name; all of them share one process and one model.
 OURS: dict[str, dict[str, Any]] = {
@@ -57,12 +58,10 @@ def folder(model: str, dtype: str) -> Path:
     """The model's weights as transformers' own files, made once."""
     path = fetch.cache_dir() / "peers" / "weights" / f"{model.replace(':', '-')}-{dtype}"
     if not path.exists():
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
+        theirs = to_transformers(load_model(model, dtype=dtype)).to(getattr(torch, dtype))
         part = path.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
-        to_transformers(load_model(model, dtype=dtype)).to(getattr(torch, dtype)).save_pretrained(part)
+        theirs.save_pretrained(part)
         part.replace(path)
     return path
 
@@ -301,6 +300,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="results/compare-MODEL.json if not given")
     args = parser.parse_args()
+    if args.rounds < 1 or min(args.batches) < 1:
+        parser.error("--rounds and --batches start at 1")
     try:
         if args.install is not None:
             for peer in args.install or environment.RECIPES:
@@ -316,9 +317,12 @@ def run(
     model: str, dtypes: Sequence[str], batches: Sequence[int], rounds: int, seed: int, quick: bool, out: Path
 ) -> None:
     """A comparison in each dtype, stored together and told at the end."""
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"other programs are running (load {load:.1f}): what is measured now says little", flush=True)
     record: dict[str, Any] = {
         "provenance": provenance(),
-        "load_before": os.getloadavg()[0],
+        "load_before": load,
         "model": model,
         "prompt": PROMPT,
         "new": NEW,

@@ -123,6 +123,7 @@ def main() -> None:
         "bfloat16, kernel, int8 weights": kernel(narrow, "int8"),
         "float16": plain(half.model),
         "bfloat16, int8 rows": quantised("int8"),
+        "bfloat16, int8 rows, calibrated": quantised("int8", energies),
         "bfloat16, int4 groups of 32": quantised("int4"),
         "bfloat16, int4 groups of 32, calibrated": quantised("int4", energies),
         "bfloat16, int4 groups of 64": quantised("int4", group=64),

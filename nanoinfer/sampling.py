@@ -108,7 +108,6 @@ class SamplingParams:
             if not ok:
                 raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-
     @property
     def penalises(self) -> bool:
         """Whether what was said before bears on what is said next."""

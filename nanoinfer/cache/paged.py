@@ -41,8 +41,7 @@ class PagedCache:
         self, config: ModelConfig, n_blocks: int, block_size: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         shape = (config.n_layers, n_blocks, block_size, config.n_kv_heads, config.d_head)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.nbytes = self.k.nbytes + self.v.nbytes
         self.block_size = block_size
 
@@ -57,20 +56,20 @@ class PagedCache:
     def prepare(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> None:
         """Make the blocks ready for a step, whoever computes it.
 
+        A block that is begun and not filled keeps what its last owner left. A mask does not stop a NaN there: 0 * NaN
+        is NaN. So it begins with zeros, as the contiguous cache does.
+
         Args:
             rows: in the order in which their tokens are packed.
             copies: blocks to copy first, (from, to).
         """
-        if copies:
-            source, target = torch.tensor(copies, device=self.k.device).T
-            for store in (self.k, self.v):
+        begun = [block for row in rows if (block := self._begun(row)) is not None]
+        for store in (self.k, self.v):
+            if copies:
+                source, target = torch.tensor(copies, device=store.device).T
                 store[:, target] = store[:, source]
-        # A block that is begun and not filled keeps what its last owner left. A mask does not stop
-        # a NaN there: 0 * NaN is NaN. So it begins with zeros, as the contiguous cache does.
-        if begun := [block for row in rows if (block := self._begun(row)) is not None]:
-            index = torch.tensor(begun, device=self.k.device)
-            for store in (self.k, self.v):
-                store.index_fill_(1, index, 0.0)
+            if begun:
+                store.index_fill_(1, torch.tensor(begun, device=store.device), 0.0)
 
     def _begun(self, row: NewTokens) -> int | None:
         """The block in which this step writes the first slot but not the last."""

@@ -42,9 +42,12 @@ def to_int8_rows(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Te
     Returns:
         ``[N, K]`` int8 and ``[N]``. A row of zeros has scale 0.
     """
-    wide = weight.float()
-    scales = (wide.abs().amax(1) / 127).to(dtype)
-    whole = (wide / scales.float().clamp(min=TINY)[:, None]).round().clamp(-127, 127)
+    return int8_codes(weight, (weight.float().abs().amax(1) / 127).to(dtype))
+
+
+def int8_codes(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole numbers nearest to a weight ``[N, K]`` with these scales ``[N]``, and the scales."""
+    whole = (weight.float() / scales.float().clamp(min=TINY)[:, None]).round().clamp(-127, 127)
     return whole.to(torch.int8), scales
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.speed.calibrated import Calibration, fit_int4_groups, layer_linears
+from nanoinfer.speed.calibrated import Calibration, fit_int4_groups, fit_int8_rows, layer_linears
 from nanoinfer.speed.formats import (
     from_int4_groups,
     from_int8_rows,
@@ -97,15 +97,20 @@ class QuantisedLinear(nn.Module):
 
 
 class Int8Linear(QuantisedLinear):
-    """A scale a row, in bfloat16 where the weight is. On a GPU the weight is widened for each product."""
+    """A scale a row, in bfloat16 where the weight is. On a GPU the weight is widened for each product.
+
+    Args:
+        linear: whose weight.
+        energy: ``[K]``, to calibrate by; None for plain rounding.
+    """
 
     whole: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, energy: Tensor | None = None) -> None:
         super().__init__(linear)
-        dtype = torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float32
-        whole, scales = to_int8_rows(linear.weight, dtype)
+        weight, dtype = linear.weight, torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float32
+        whole, scales = to_int8_rows(weight, dtype) if energy is None else fit_int8_rows(weight, energy, dtype)
         self.register_buffer("whole", whole)
         self.register_buffer("scales", scales)
 
@@ -192,25 +197,25 @@ def quantise(
     Args:
         model: a twin (:func:`nanoinfer.speed.twin.twin`). Quantised weights are new memory.
         weights: what they become.
-        calibration: for int4, from :func:`nanoinfer.speed.calibrated.channel_energy` of this very twin.
+        calibration: for int8 and int4, from :func:`nanoinfer.speed.calibrated.channel_energy` of this very twin.
         group: of int4, numbers that share a step, one of ``GROUPS``.
 
     Raises:
         DeviceError: fp8 where there are no such products, or for sizes that they do not take.
-        RequestError: a calibration that is not for int4 or not of this twin; a group that int4 does not have.
+        RequestError: a calibration for fp8 or of another model; a group that int4 does not have.
     """
     linears = dict(layer_linears(model))
-    if weights == "fp8":
-        _check_fp8(next(model.parameters()).device, linears)
     if group not in GROUPS:
         raise RequestError(f"int4 has groups of {', '.join(map(str, GROUPS))}, not of {group}")
     if calibration is not None:
         _check_calibration(calibration, weights, linears)
+    if weights == "fp8":
+        _check_fp8(next(model.parameters()).device, linears)
     energies = calibration or {}
     for name, linear in linears.items():
         quantised: QuantisedLinear
         if weights == "int8":
-            quantised = Int8Linear(linear)
+            quantised = Int8Linear(linear, energies.get(name))
         elif weights == "int4":
             quantised = Int4Linear(linear, group, energies.get(name))
         else:
@@ -248,8 +253,8 @@ def _check_fp8(device: torch.device, linears: Mapping[str, nn.Linear]) -> None:
 
 
 def _check_calibration(calibration: Calibration, weights: Quantised, linears: Mapping[str, nn.Linear]) -> None:
-    if weights != "int4":
-        raise RequestError(f"a calibration is for int4, and weights are {weights}: leave it out")
+    if weights == "fp8":
+        raise RequestError("a calibration is for int8 and int4, not for fp8: leave it out")
     for name, linear in linears.items():
         if name not in calibration or calibration[name].shape != (linear.in_features,):
             raise RequestError(

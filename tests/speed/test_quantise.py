@@ -19,7 +19,7 @@ from nanoinfer.models.model import build
 from nanoinfer.models.registry import load_model
 from nanoinfer.sampling import SamplingParams
 from nanoinfer.speed import quantise as module
-from nanoinfer.speed.calibrated import channel_energy, fit_int4_groups, layer_linears
+from nanoinfer.speed.calibrated import channel_energy, fit_int4_groups, fit_int8_rows, layer_linears
 from nanoinfer.speed.formats import (
     from_fp8_rows,
     from_int4_groups,
@@ -140,6 +140,16 @@ def test_a_row_does_not_depend_on_its_neighbours(make: Callable[[nn.Linear], Qua
         assert torch.equal(quick(row[None])[0], out)
 
 
+@pytest.mark.parametrize("make", [Int8Linear, lambda plain: Int4Linear(plain, 32)], ids=["int8", "int4"])
+@pytest.mark.parametrize("n_in", [33, 40, 48, 78])
+def test_few_rows_of_an_odd_size(n_in: int, make: Callable[[nn.Linear], QuantisedLinear]) -> None:
+    plain = linear(n_in, 7, torch.bfloat16)
+    quick = make(plain)
+    x = torch.randn(3, n_in, generator=torch.Generator().manual_seed(5)).bfloat16()
+    back = rounded(plain.weight, "int8" if isinstance(quick, Int8Linear) else "int4")
+    assert off(quick(x), x.double() @ back.double().T + plain.bias.double()) < 0.006
+
+
 def test_float16_does_not_overflow() -> None:
     plain = linear(512, 16, torch.float16, bias=False)
     x = torch.full((1, 512), 1000.0, dtype=torch.float16)
@@ -212,10 +222,26 @@ def test_energy_is_the_mean_square_of_what_goes_in() -> None:
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_calibration_lessens_the_error_that_counts() -> None:
+def uneven() -> tuple[Tensor, Tensor]:
+    """A weight ``[64, 128]`` and inputs ``[500, 128]``, a few channels of which have most of the energy."""
     generator = torch.Generator().manual_seed(7)
-    weight = torch.randn(64, 128, generator=generator)
-    x = torch.randn(500, 128, generator=generator) * torch.randn(128, generator=generator).exp()  # uneven channels
+    x = torch.randn(500, 128, generator=generator) * (2 * torch.randn(128, generator=generator)).exp()
+    return torch.randn(64, 128, generator=generator), x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calibrated_int8_has_less_of_the_error_that_counts(dtype: torch.dtype) -> None:
+    weight, x = uneven()
+    energy, exact = x.square().mean(0), x @ weight.T
+    plain, fitted = (from_int8_rows(*f) for f in (to_int8_rows(weight, dtype), fit_int8_rows(weight, energy, dtype)))
+    assert off(x @ fitted.T, exact) < 0.95 * off(x @ plain.T, exact)
+    errors = [((w - weight).square() * energy).sum(1) for w in (plain, fitted)]
+    assert (errors[1] <= errors[0] * 1.02).all()
+    assert torch.equal(from_int8_rows(*fit_int8_rows(weight * 0, energy)), weight * 0)
+
+
+def test_calibrated_int4_has_less_of_the_error_that_counts() -> None:
+    weight, x = uneven()
     energy, exact = x.square().mean(0), x @ weight.T
     plain, fitted = (from_int4_groups(*f) for f in (to_int4_groups(weight, 32), fit_int4_groups(weight, energy, 32)))
     assert off(x @ fitted.T, exact) < 0.8 * off(x @ plain.T, exact)
@@ -233,17 +259,18 @@ def test_a_grid_that_the_weights_lie_on_is_kept() -> None:
     assert torch.equal(from_int4_groups(*fit_int4_groups(weight, silent, 32)), weight)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("config", [ODD_LLAMA, ODD_GPT2], ids=["llama", "gpt2"])
-def test_a_twin_is_calibrated_and_quantised(config: ModelConfig, fused: bool) -> None:
+def test_a_twin_is_calibrated_and_quantised(config: ModelConfig, fused: bool, weights: Quantised) -> None:
     model = odd(config, torch.float32)
     plain, fitted = twin(model), twin(model)
     if fused:
         fuse(plain)
         fuse(fitted)
     ids = torch.randint(256, (300,), generator=torch.Generator().manual_seed(9)).tolist()
-    quantise(plain, "int4")
-    quantise(fitted, "int4", channel_energy(fitted, ids))
+    quantise(plain, weights)
+    quantise(fitted, weights, channel_energy(fitted, ids))
     right, (one, two) = logits(model), (logits(m) for m in (plain, fitted))
     assert off(two, right) < off(one, right)
 
@@ -252,8 +279,8 @@ def test_a_calibration_of_something_else_is_refused() -> None:
     model = load_model("random:tiny-llama").model
     energies = channel_energy(model, [1, 2, 3])
     quick = twin(model)
-    with pytest.raises(RequestError, match="a calibration is for int4, and weights are int8"):
-        quantise(quick, "int8", energies)
+    with pytest.raises(RequestError, match="a calibration is for int8 and int4, not for fp8"):
+        quantise(quick, "fp8", energies)
     fuse(quick)
     with pytest.raises(RequestError, match=r"no 32 energies for layers\.0\.self_attn\.qkv_proj: .*very twin"):
         quantise(quick, "int4", energies)
