@@ -103,7 +103,7 @@ def ragged(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, An
         def rate(prompts: list[list[int]], engine: ContinuousEngine = engine) -> float:
             return ROWS / decode_seconds(engine, prompts)[0]
 
-        rates = turn_about({kind: partial(rate, prompts) for kind, prompts in many.items()}, max(3, rounds // 2))
+        rates = turn_about({kind: partial(rate, prompts) for kind, prompts in many.items()}, max(3, rounds // 5))
         found[name] = {
             "tokens_per_second": rates,
             "share": asdict(ratio_of_medians(rates["ragged"], rates["alike"])),
