@@ -334,9 +334,8 @@ def run(
         config = json.loads((folder(model, dtype) / "config.json").read_text("utf-8"))
         found = compare(chosen, config["vocab_size"], batches, rounds, seed, exact=dtype == "float32")
         record[dtype] = {**asdict(found), "left_out": left_out, "ratios": ratios(found.samples)}
-    store(out, record)
-    for dtype in dtypes:
-        print(tell(record, dtype))
+        store(out, record)  # what is measured stays, should the next dtype fail
+        print(tell(record, dtype), flush=True)
     print(f"written to {out}")
 
 
