@@ -17,6 +17,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.measure.files import write_whole
 
 Status = Literal["ok", "error", "timeout", "cancelled", "rejected"]
+#: What a chunk of a stream is, where the transport tells: only the middle two can hold tokens.
+ChunkKind = Literal["role", "reasoning", "content", "finish", "usage", "done"]
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Trace:
     ``chunks`` holds ``(t, n)``: ``n`` output tokens became visible at time ``t``.
     A chunk with ``n == 0`` (a role, a usage frame) is no token. An engine that queues notes ``t_start``, when
     the queue was left, ``cached_tokens`` of the prompt that were found and not computed, and ``preemptions``.
+    A client of a server notes the ``kinds`` of its chunks, one each, and as ``error`` what went wrong, by kind
+    (``http 500``, ``connect``); ``estimated`` says that the server told no counts and they are a guess.
     """
 
     t_scheduled: float
@@ -38,6 +42,9 @@ class Trace:
     t_start: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    kinds: list[ChunkKind] = field(default_factory=list)
+    error: str | None = None
+    estimated: bool = False
 
     def token(self, t: float, n: int = 1) -> None:
         """Note that ``n`` tokens arrived at time ``t``."""
