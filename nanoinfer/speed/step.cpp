@@ -17,7 +17,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "team.h"
@@ -112,6 +114,7 @@ void dot(const Linear& w, const Input& x, int row, int slab, F16 (&result)[ROWS]
 #pragma GCC unroll 8
       for (int s = 0; s < S; s++) {
         F16 a = load<F16>(slabs + s * stride + i * SLAB), b = load<F16>(slabs + s * stride + i * SLAB + 16);
+        ahead(slabs + s * stride + i * SLAB);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
           F16 v = all(in[size_t(r) * x.k + i]);
@@ -126,6 +129,7 @@ void dot(const Linear& w, const Input& x, int row, int slab, F16 (&result)[ROWS]
 #pragma GCC unroll 8
       for (int s = 0; s < S; s++) {
         U16 a = load<U16>(slabs + s * stride + i * 2 * SLAB), b = load<U16>(slabs + s * stride + i * 2 * SLAB + 32);
+        ahead(slabs + s * stride + i * 2 * SLAB);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
           uint32_t pair = in[size_t(r) * x.k / 2 + i];
@@ -159,6 +163,7 @@ void dot(const Linear& w, const Input& x, int row, int slab, F16 (&result)[ROWS]
 #pragma GCC unroll 8
         for (int s = 0; s < S; s++) {
           U16 a = load<U16>(slabs + s * stride + i * 4 * SLAB), b = load<U16>(slabs + s * stride + i * 4 * SLAB + 64);
+          ahead(slabs + s * stride + i * 4 * SLAB);
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; r++) {
             const int8_t* four = x.data.as<int8_t>() + size_t(row + r) * x.k + 4 * i;
@@ -277,8 +282,17 @@ class Model {
   std::vector<Own> own_;
   Buffer x_, qkv_, mixed_, wide_, turn_;  // residual stream, its projections, attention's result, the MLP's middle
 
-  void share(int n, int thread, int& begin, int& end) const {
-    begin = int(int64_t(n) * thread / team_.size()), end = int(int64_t(n) * (thread + 1) / team_.size());
+  std::pair<int, int> share(int n, int thread) const {
+    return {int(int64_t(n) * thread / team_.size()), int(int64_t(n) * (thread + 1) / team_.size())};
+  }
+
+  // Ask for the beginnings of a product's first slabs, before the wait at the barrier in front of it.
+  void ready(const Linear& w, int thread) const {
+    auto [begin, end] = share(w.n_slabs(), thread);
+    asm volatile("");
+    for (int s = begin; s < std::min(end, begin + 4); s++)
+      for (int at = 0; at < AHEAD / 2; at += 64)
+        __builtin_prefetch(w.slabs.as<char>() + w.slabs.wanted() / w.n_slabs() * s + at, 0, 2);
   }
 
   template <Kind KIND>
@@ -299,25 +313,28 @@ class Model {
     for (int l = 0; l < shape.n_layers; l++) {
       const Linear* of = &linears[4 * l];
       normed<KIND>(norms[2 * l], rows, own);
-      share(of[QKV].n_slabs(), thread, begin, end);
+      std::tie(begin, end) = share(of[QKV].n_slabs(), thread);
       product<KIND>(of[QKV], own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
         store(qkv + size_t(r) * nqkv + s * SLAB, a);
         store(qkv + size_t(r) * nqkv + s * SLAB + 16, b);
       });
+      std::tie(begin, end) = share(rows * shape.n_kv_heads, thread);
+      if (begin < end) fetch<T>(call, l, begin / shape.n_kv_heads, begin % shape.n_kv_heads);
       team_.barrier();
-      share(rows * shape.n_kv_heads, thread, begin, end);
       for (int item = begin; item < end; item++) write<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads);
       if (call.together) team_.barrier();  // rows of one text look at each other's keys
       for (int item = begin; item < end; item++) {
         if (item + 1 < end) fetch<T>(call, l, (item + 1) / shape.n_kv_heads, (item + 1) % shape.n_kv_heads);
         attend<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
       }
+      ready(of[OUT], thread);
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, mixed + size_t(r) * nqp, nqp);
       add_to_stream<KIND>(of[OUT], rows, thread);
+      ready(of[UP], thread);
       team_.barrier();
       normed<KIND>(norms[2 * l + 1], rows, own);
-      share(of[UP].n_slabs(), thread, begin, end);
+      std::tie(begin, end) = share(of[UP].n_slabs(), thread);
       product<KIND>(of[UP], own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
         if (shape.gpt2) {
           store(wide + size_t(r) * fp + s * SLAB, gelu(a));
@@ -326,16 +343,18 @@ class Model {
           store(wide + size_t(r) * fp + s * 16, silu(a) * b);
         }
       });
+      ready(of[DOWN], thread);
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, wide + size_t(r) * fp, fp);
       add_to_stream<KIND>(of[DOWN], rows, thread);
+      ready(of[4], thread);
       team_.barrier();
     }
     // What chooses the token is not rounded that far: in int8 each row is two, itself and what rounding left of it.
     constexpr int PARTS = KIND == INT8 ? 2 : 1;
     normed<KIND, PARTS>(norms.back(), rows, own);
     const Linear& head = linears.back();
-    share(head.n_slabs(), thread, begin, end);
+    std::tie(begin, end) = share(head.n_slabs(), thread);
     product<KIND>(head, own.in, rows * PARTS, begin, end, [&](int r, int s, F16 a, F16 b) {
       float* to = call.logits + size_t(r / PARTS) * shape.vocab + size_t(s) * SLAB;
       const int n = std::min(SLAB, shape.vocab - s * SLAB);  // the last slab may be cut
@@ -348,8 +367,7 @@ class Model {
   template <Kind KIND>
   void add_to_stream(const Linear& w, int rows, int thread) {
     const int dp = padded(shape.d_model);
-    int begin, end;
-    share(w.n_slabs(), thread, begin, end);
+    auto [begin, end] = share(w.n_slabs(), thread);
     product<KIND>(w, own_[thread].in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
       float* to = x_.as<float>() + size_t(r) * dp + s * SLAB;
       store(to, load<F16>(to) + a);
@@ -361,8 +379,7 @@ class Model {
   template <class T>
   void embed(const Step& call, int thread) {
     const int d = shape.d_model, dp = padded(d), half = shape.d_head / 2;
-    int begin, end;
-    share(call.rows, thread, begin, end);
+    auto [begin, end] = share(call.rows, thread);
     for (int r = begin; r < end; r++) {
       float* to = x_.as<float>() + size_t(r) * dp;
       const T* token = static_cast<const T*>(embedding) + call.ids[r] * d;
