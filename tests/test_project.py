@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 #: The extras that `make` installs; `gpu` is for those who have one.
-MADE = ("book", "serve", "dev")
+MADE = ("book", "serve", "bench", "dev")
 
 
 def lock() -> dict[str, Requirement]:

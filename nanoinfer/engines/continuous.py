@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -28,6 +28,7 @@ from nanoinfer.engines.request import Deliver, Event, Request, by_prompt, checke
 from nanoinfer.engines.scheduler import Chunk, Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
+from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling import SamplingParams
 from nanoinfer.speed.graphs import DecodeGraphs
@@ -87,6 +88,7 @@ class ContinuousEngine(Engine):
         # One block more than the pool knows of: for the graphs' rows of padding.
         self.cache = PagedCache(self.config, self.pool.n_blocks + speed.graphs, block_size, self.device, self.dtype)
         self.front: Front | None = None
+        self.on_step: Callable[[StepNote], None] | None = None  # told of every step, in the thread that ran it
         self._owners: dict[scheduler.Sequence, list[tuple[Request, Deliver]]] = {}
         self._cancelled: deque[Request] = deque()  # and not yet taken out
         self._lock = threading.Lock()  # of all of the above
@@ -155,6 +157,7 @@ class ContinuousEngine(Engine):
     @torch.inference_mode()
     def _step(self) -> None:
         """Compute what the scheduler says; one token for every sequence whose text is then in the cache."""
+        start, preempted = now(), self.scheduler.preemptions
         plan = self.scheduler.schedule()
         if not plan.chunks:  # all have ended since somebody wanted this step
             return
@@ -167,6 +170,10 @@ class ContinuousEngine(Engine):
         texts = [text for sequence in ready for text in self._split(sequence)]
         if texts:
             self._accept(texts, logits[rows] if len(rows) > len(ready) else logits)
+        if self.on_step is not None:
+            single = sum(c.n == 1 for c in chunks)
+            lost = self.scheduler.preemptions - preempted
+            self.on_step(StepNote(start, now(), single, plan.n_tokens - single, lost))
 
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
         """Run the chunks, those of one token first; logits ``[R, V]`` of those that reach their text's end."""

@@ -271,9 +271,35 @@ def _set(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
-def _to(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event | RequestError | None]) -> Line:
-    def deliver(item: Event | RequestError | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody will read this
-            loop.call_soon_threadsafe(events.put_nowait, item)
+class _Post:
+    """Carries what the owner's thread says into one event loop: one wake-up for all that a step has to say."""
 
-    return deliver
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._woken = weakref.ref(loop), False  # a loop lives as long as its owner wants
+        self._items: deque[tuple[asyncio.Queue[Event | RequestError | None], Event | RequestError | None]] = deque()
+
+    def put(self, events: asyncio.Queue[Event | RequestError | None], item: Event | RequestError | None) -> None:
+        """From any thread."""
+        self._items.append((events, item))
+        if not self._woken:  # else it will be found: the flag goes down before the items are taken
+            self._woken = True
+            with suppress(RuntimeError):  # the loop is closed: nobody will read this
+                if (loop := self._loop()) is not None:
+                    loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._woken = False
+        while self._items:
+            events, item = self._items.popleft()
+            events.put_nowait(item)
+
+
+_posts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = weakref.WeakKeyDictionary()
+
+
+def _to(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event | RequestError | None]) -> Line:
+    """Called from the loop itself, when a stream begins."""
+    post = _posts.get(loop)
+    if post is None:
+        post = _posts[loop] = _Post(loop)
+    return lambda item: post.put(events, item)

@@ -17,7 +17,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.measure.files import write_whole
 
 Status = Literal["ok", "error", "timeout", "cancelled", "rejected"]
-#: What a chunk of a stream is, where the transport tells: only the middle two can hold tokens.
+#: What a chunk of a stream is, where the transport tells. Tokens are in reasoning and content; a finish can hold the
+#: end-of-sequence one.
 ChunkKind = Literal["role", "reasoning", "content", "finish", "usage", "done"]
 
 

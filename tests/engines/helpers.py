@@ -56,7 +56,7 @@ class Scripted(nn.Module):
             )
             cache.advance(ids.shape[1])
         step = (positions[:, -1] + 1 - self.start_at).clamp(max=len(self.script) - 1)
-        return torch.nn.functional.one_hot(torch.tensor(self.script)[step], 256).float()[:, None] * 10
+        return torch.nn.functional.one_hot(torch.tensor(self.script)[step], 256).float()[:, None] * 40
 
     def hidden(self, ids: Tensor, positions: Tensor, cache=None, mask=None) -> Tensor:  # type: ignore[no-untyped-def]
         """``[B, T, V]``: what is said behind each token, whatever the others are."""
@@ -65,7 +65,7 @@ class Scripted(nn.Module):
             cache.attend(0, nothing, nothing, nothing, mask)
             cache.advance(ids.shape[1])
         step = (positions + 1 - self.start_at).clamp(0, len(self.script) - 1)
-        return torch.nn.functional.one_hot(torch.tensor(self.script)[step], 256).float() * 10
+        return torch.nn.functional.one_hot(torch.tensor(self.script)[step], 256).float() * 40
 
     def head(self, x: Tensor) -> Tensor:
         return x

@@ -1,0 +1,180 @@
+"""The routes of an OpenAI-compatible server over one continuous engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from nanoinfer.errors import RequestError
+from nanoinfer.serve import problems
+from nanoinfer.serve.bodies import Body, ChatBody, CompletionBody
+from nanoinfer.serve.frames import DONE, ChatForm, CompletionForm, Form
+from nanoinfer.serve.guard import Guard
+from nanoinfer.serve.problems import Problem
+from nanoinfer.serve.service import Answer, Service
+
+T = TypeVar("T")
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": told}
+    for status, told in {
+        400: "The request is at fault; the error names the field.",
+        401: "The API key is missing or wrong.",
+        404: "There is no such model.",
+        408: "The body did not come in time.",
+        413: "The body is too large.",
+        429: "Every place is taken; try again after Retry-After seconds.",
+        503: "The server is closing.",
+        504: "The answer took too long.",
+    }.items()
+}
+
+
+class Left(Exception):
+    """The client has gone: there is nobody to answer."""
+
+
+def make_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """The application.
+
+    Args:
+        service: what answers; closed when the application shuts down.
+        api_key: that clients must give; None for none.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    # The pages of documentation that FastAPI makes would load their scripts from elsewhere.
+    app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, lifespan=lifespan)
+    problems.install(app)
+    app.add_middleware(Guard, api_key=api_key, body_bytes=service.limits.body_bytes)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether it answers."""
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=Response, responses={401: ERRORS[401]})
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.figures.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models", responses={401: ERRORS[401]})
+    async def models() -> dict[str, Any]:
+        """The one model that is here."""
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}", responses={status: ERRORS[status] for status in (401, 404)})
+    async def model(name: str) -> dict[str, Any]:
+        """A model by name."""
+        service.check_model(name)
+        return _model(service)
+
+    @app.post("/v1/completions", responses=ERRORS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Go on from prompts."""
+        service.check_model(body.model)
+        service.check_choices(len(body.prompt), body.n)
+        prompts = [await service.cut(prompt) for prompt in body.prompt]
+        params = [body.params(service.room(ids, body.max_tokens), body.logprobs) for ids in prompts]
+        form = CompletionForm(service.name, int(time.time()), service.engine.tokenizer, body.echo)
+        return await _answered(service.start(prompts, params), form, body, request)
+
+    @app.post("/v1/chat/completions", responses=ERRORS)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """The assistant's next turn."""
+        service.check_model(body.model)
+        service.check_choices(1, body.n)
+        ids = await service.cut_chat([message.as_dict() for message in body.messages])
+        params = body.params(service.room(ids, body.limit), (body.top_logprobs or 0) if body.logprobs else None)
+        form = ChatForm(service.name, int(time.time()), service.engine.tokenizer)
+        return await _answered(service.start([ids], [params]), form, body, request)
+
+    return app
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "nanoinfer",
+        "max_model_len": service.engine.config.context,
+    }
+
+
+async def _answered(answer: Answer, form: Form, body: Body, request: Request) -> Response:
+    if body.stream:
+        return StreamingResponse(
+            _frames(answer, form, body),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+    try:
+        await _unless_left(answer.finished(), request)
+    except Left:
+        return Response(status_code=499)  # to nobody; the number is nginx's
+    return JSONResponse(form.whole(answer.choices, answer.usage()))
+
+
+async def _unless_left(work: Awaitable[T], request: Request) -> T:
+    """Raises :class:`Left` as soon as the client has gone, and drops the work."""
+    doing, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Left
+        return doing.result()
+    finally:
+        for task in (doing, gone):
+            task.cancel()
+        await asyncio.wait({doing, gone})
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _frames(answer: Answer, form: Form, body: Body) -> AsyncIterator[bytes]:
+    """A stream: per choice its pieces, then the usage if it was asked for, then the end."""
+    options = body.stream_options
+    tells, always = (False, False) if options is None else (options.include_usage, options.continuous_usage_stats)
+    told, logs, lengths = 0, [0] * len(answer.choices), [0] * len(answer.choices)
+    usage = ', "usage": null' if tells else ""
+    try:
+        for choice, begun in enumerate(answer.choices):
+            head = form.first(choice)
+            if isinstance(form, CompletionForm) and (prompt := form.prompt(begun)):
+                head, lengths[choice] = form.frame(choice, prompt, usage=usage), len(prompt)
+            if head:
+                yield head
+        async for choice, event in answer:
+            request = answer.choices[choice]
+            found, told = None, told + (event.token_id is not None)
+            if request.params.logprobs is not None:
+                found = form.logprobs(request.logprobs[logs[choice] : logs[choice] + 1], lengths[choice])
+                logs[choice] += 1
+            if always:
+                usage = f', "usage": {json.dumps(answer.usage(told))}'
+            if event.text or event.finish_reason or found:
+                yield form.frame(choice, event.text, event.finish_reason, found, usage)
+            lengths[choice] += len(event.text)
+        if tells:
+            yield form.last(answer.usage())
+        yield DONE
+    except (Problem, RequestError) as error:
+        yield problems.of(error).frame()
+    finally:
+        answer.cancel()

@@ -1,0 +1,83 @@
+"""What ``/metrics`` says, for Prometheus: counts and histograms of requests, and the engine's state as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.request import Request
+from nanoinfer.measure import metrics
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+
+
+class EngineState:
+    """A collector: reads the engine when Prometheus asks. Numbers may be a step apart from each other."""
+
+    def __init__(self, engine: ContinuousEngine) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters of scheduler and cache."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        gauges = {
+            "requests_running": ("sequences that have a place in the engine's steps", len(scheduler.running)),
+            "requests_waiting": ("sequences that wait for a place or for cache", len(scheduler.waiting)),
+            "kv_cache_blocks": ("blocks of the KV cache", pool.n_blocks),
+            "kv_cache_usage_ratio": ("share of the KV cache's blocks in use", pool.used / pool.n_blocks),
+        }
+        counters = {
+            "preemptions": ("sequences that gave their cache back to be computed again", scheduler.preemptions),
+            "prefix_cache_queries": ("tokens looked up in the prefix cache", pool.counts.asked_tokens),
+            "prefix_cache_hits": ("tokens found there, and not computed", pool.counts.found_tokens),
+        }
+        for name, (told, value) in gauges.items():
+            yield GaugeMetricFamily(f"nanoinfer_{name}", told, value)
+        for name, (told, value) in counters.items():
+            yield CounterMetricFamily(f"nanoinfer_{name}", told, value)
+
+
+class Figures:
+    """Counts of one server."""
+
+    def __init__(self, engine: ContinuousEngine) -> None:
+        self.registry = registry = CollectorRegistry()
+        registry.register(EngineState(engine))
+        self.requests = Counter("nanoinfer_requests", "choices that have ended, by how", ["reason"], registry=registry)
+        self.prompt_tokens = Counter("nanoinfer_prompt_tokens", "prompt tokens of ended choices", registry=registry)
+        self.tokens = Counter("nanoinfer_generation_tokens", "tokens that ended choices generated", registry=registry)
+        self.ttft = Histogram(
+            "nanoinfer_time_to_first_token_seconds", metrics.DEFINITIONS["ttft"], buckets=SECONDS, registry=registry
+        )
+        self.itl = Histogram(
+            "nanoinfer_inter_token_latency_seconds", metrics.DEFINITIONS["itl"], buckets=GAPS, registry=registry
+        )
+        self.e2e = Histogram(
+            "nanoinfer_e2e_request_latency_seconds", metrics.DEFINITIONS["e2e"], buckets=SECONDS, registry=registry
+        )
+
+    def first(self, request: Request) -> None:
+        """Its first token has come."""
+        if (seconds := metrics.ttft(request.trace)) is not None:
+            self.ttft.observe(seconds)
+
+    def ended(self, request: Request) -> None:
+        """It has ended, one way or another."""
+        trace = request.trace
+        # The engine may not have noted yet that it was dropped.
+        reason = request.finish_reason or ("cancelled" if trace.status == "ok" else trace.status)
+        self.requests.labels(reason).inc()
+        self.prompt_tokens.inc(trace.prompt_tokens)
+        self.tokens.inc(trace.output_tokens)
+        for gap in metrics.itl_samples(trace):
+            self.itl.observe(gap)
+        if request.finish_reason is not None and (seconds := metrics.e2e(trace)) is not None:
+            self.e2e.observe(seconds)
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self.registry)
