@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from nanoinfer.errors import RequestError
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request: its prompt's ids, how many tokens it wants, and when it is due, in seconds."""
+    """One request: its prompt, a text or token ids, how many tokens it wants, and when it is due.
 
-    prompt: Sequence[int]
+    ``at`` is in seconds from the start of the schedule that the work belongs to.
+    """
+
+    prompt: str | Sequence[int]
     output: int
     at: float = 0.0
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt's token ids. Raises :class:`RequestError` for a text, which only a tokenizer can turn into ids."""
+        if isinstance(self.prompt, str):
+            raise RequestError(f"this needs prompts as token ids, and one is a text: {self.prompt[:40]!r}")
+        return list(self.prompt)
+
+
+def due(works: Iterable[Work], offsets: Iterable[float]) -> list[Work]:
+    """The works with these times, in seconds; as many as the shorter of the two has."""
+    return [replace(work, at=at) for at, work in zip(offsets, works, strict=False)]
 
 
 def log_normal(rng: random.Random, low: int, high: int) -> int:
