@@ -44,7 +44,7 @@ class Recipe:
 RECIPES = {
     # On the index as source only. Some build environments switch the processor's own instructions off; no reader would.
     "llamacpp": Recipe(
-        ("llama-cpp-python==0.3.36", "numpy>=2,<3"),
+        ("llama-cpp-python[server]==0.3.36", "numpy>=2,<3"),
         settings={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
         takes="compiled here, 5 minutes or more",
         hint="it needs a C and a C++ compiler",
