@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,15 @@ def load(
     if is_auto:
         options["speed"] = quickest(model)
     return ENGINES[engine](model, **options)
+
+
+def load_for_front(
+    model: str | Path | LoadedModel = "smollm2-135m", engine: str = "continuous", **options: Any
+) -> Engine:
+    """As :func:`load`, for an engine whose steps another thread than this one will run.
+
+    A thread that has computed keeps a team of OpenMP's for the next time, and with more of them than there are cores
+    every team is slow to wake. So the loading is done by a thread that then ends.
+    """
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(partial(load, model, engine, **options)).result()

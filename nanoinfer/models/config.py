@@ -248,6 +248,7 @@ SHAPES: Mapping[str, ModelConfig] = {
     "llama-3.2-1b": ModelConfig(
         "llama", 16, 2048, 32, 8, 64, 8192, 128_256, 131_072, 1e-5, True, 500_000.0, RopeScaling(32.0, 1.0, 4.0, 8192)
     ),
+    "llama-3-8b": ModelConfig("llama", 32, 4096, 32, 8, 128, 14_336, 128_256, 8192, 1e-5, False, 500_000.0),
     "llama-3.1-8b": ModelConfig(
         "llama",
         32,
