@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from nanoinfer import talk
+from nanoinfer import cli_serving, talk
 from nanoinfer.errors import NanoinferError
 
 if TYPE_CHECKING:
@@ -325,6 +325,9 @@ def gpus(as_json: Json = False) -> None:
     from nanoinfer.predict.tables import show_gpus
 
     show_gpus(_console(), target.gpus())
+
+
+cli_serving.register(app)
 
 
 # --- the book ---------------------------------------------------------------------

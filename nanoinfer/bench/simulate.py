@@ -2,6 +2,9 @@
 
 Nothing runs but the policy: the step-time model says how long each step would take. The same
 :class:`~nanoinfer.engines.scheduler.Scheduler` object, fed the same work, makes the same plans as in a real run.
+
+This is the plain form, a step at a time. :mod:`nanoinfer.bench.virtual` gives the same traces sooner and in bounded
+memory, and is held to this one by a test.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ from collections.abc import Callable, Sequence
 from nanoinfer.bench.workload import Work
 from nanoinfer.engines.scheduler import Plan, Scheduler
 from nanoinfer.engines.scheduler import Sequence as Text
+from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.theory.roofline import Machine, mixed_step
+from nanoinfer.theory.ragged import StepTimes
+from nanoinfer.theory.roofline import Machine
 
 
 def step_seconds(config: ModelConfig, machine: Machine) -> Callable[[Plan], float]:
     """What a plan takes by the step-time model."""
+    times = StepTimes(config, machine)
 
     def seconds(plan: Plan) -> float:
         rows = [(chunk.start, chunk.n) for chunk in plan.chunks]
-        return mixed_step(config, machine, rows, sum(chunk.reaches_end for chunk in plan.chunks)).seconds
+        return times.seconds(rows, sum(chunk.reaches_end for chunk in plan.chunks))
 
     return seconds
 
@@ -38,6 +44,18 @@ def watch(scheduler: Scheduler) -> list[Plan]:
 
     scheduler.schedule = watched  # type: ignore[method-assign]
     return plans
+
+
+def text_of(work: Work) -> Text:
+    """The request as the scheduler sees it: its last token is never fed, so the cache need not hold it.
+
+    Raises:
+        RequestError: a prompt that is a text, an empty one, or no token wanted.
+    """
+    ids = work.ids
+    if not ids or work.output < 1:
+        raise RequestError(f"a request has at least 1 token in and 1 out, got {len(ids)} and {work.output}")
+    return Text(ids, len(ids) + work.output - 1)
 
 
 def simulate(work: Sequence[Work], scheduler: Scheduler, seconds: Callable[[Plan], float]) -> list[Trace]:
@@ -56,7 +74,7 @@ def simulate(work: Sequence[Work], scheduler: Scheduler, seconds: Callable[[Plan
     """
     traces = [Trace(w.at, w.at, prompt_tokens=len(w.prompt)) for w in work]
     for w in work:
-        scheduler.refuse(len(w.prompt) + w.output - 1)
+        scheduler.refuse(text_of(w).limit)
     due = deque(sorted(range(len(work)), key=lambda i: work[i].at))
     here: dict[Text, int] = {}
     clock = 0.0
@@ -65,7 +83,7 @@ def simulate(work: Sequence[Work], scheduler: Scheduler, seconds: Callable[[Plan
             clock = max(clock, work[due[0]].at)
         while due and work[due[0]].at <= clock:
             index = due.popleft()
-            text = Text(list(work[index].prompt), len(work[index].prompt) + work[index].output - 1)
+            text = text_of(work[index])
             scheduler.add(text)
             here[text] = index
         plan = scheduler.schedule()

@@ -134,7 +134,7 @@ class Batches:
 class BinnedBatches(Batches):
     """The same for very many positive samples: percentiles from bins of 0.1%, in memory that does not grow with ``n``.
 
-    Mean, extremes and counts stay exact. A percentile is its bin's middle, so at most 0.05% off; 0 has a bin of its own.
+    Mean, extremes and counts stay exact. A percentile is its bin's middle, at most 0.05% off; 0 has a bin of its own.
     """
 
     resolution = 1e-3

@@ -1,0 +1,137 @@
+"""Does the simulation tell what this machine does? The same Poisson work by the real engine and on the virtual clock.
+
+Two rates below the knee, as shares of what the simulation says the machine can do at most. The simulation is given what
+is known beforehand (the model's operators timed one by one, the arrivals, the lengths, the engine's sizes) and nothing
+of the run. Run ``python -m benchmarks.simulated`` on a quiet machine; the result is stored under ``results/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.store import store
+from nanoinfer.bench.arrivals import poisson
+from nanoinfer.bench.engine_target import EngineTarget
+from nanoinfer.bench.lengths import parse_lengths, synthetic
+from nanoinfer.bench.load import open_loop
+from nanoinfer.bench.operators import this_machine
+from nanoinfer.bench.run import Run
+from nanoinfer.bench.virtual import simulated
+from nanoinfer.bench.workload import Work, due
+from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.scheduler import Scheduler
+from nanoinfer.measure.clock import now
+from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.metrics import collect
+from nanoinfer.measure.trace import Trace
+from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.theory.ragged import StepTimes
+
+PROMPTS, OUTPUTS = "uniform:16-128", "uniform:16-64"
+RUNNING, BUDGET, BLOCK = 32, 256, 8
+SHARES = (0.3, 0.6)
+FIGURES = ("ttft", "tpot", "e2e")
+
+
+def requests(vocab_size: int, n: int, seed: int, stream: str = "measured") -> list[Work]:
+    """Made-up requests of random ids, not yet due at any time."""
+    lengths = parse_lengths(PROMPTS), parse_lengths(OUTPUTS)
+    return list(islice(synthetic(*lengths, seed=seed, vocab_size=vocab_size, stream=stream), n))
+
+
+def virtually(work: Sequence[Work], times: StepTimes, blocks: int) -> list[Trace]:
+    """On the virtual clock, with the engine's sizes."""
+    scheduler = Scheduler(BlockPool(blocks, BLOCK, share_prefixes=False), RUNNING, BUDGET)
+    return list(simulated(sorted(work, key=lambda w: w.at), scheduler, times))
+
+
+def really(loaded: LoadedModel, work: Sequence[Work], warmup: Sequence[Work]) -> tuple[Run, int]:
+    """By the engine in this process; and the blocks that it has."""
+    engine = ContinuousEngine(loaded, max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False)
+    try:
+        return asyncio.run(open_loop(EngineTarget(engine), work, warmup=warmup)), engine.pool.n_blocks
+    finally:
+        engine.close()
+
+
+def as_work(traces: Sequence[Trace]) -> list[Work]:
+    """What came and when, warm-up included: prompts' ids do not matter to a clock."""
+    return [Work(bytes(t.prompt_tokens), t.output_tokens, t.t_sent) for t in traces]
+
+
+def compared(loaded: LoadedModel, times: StepTimes, rate: float, n: int, seed: int) -> dict[str, Any]:
+    """One rate served both ways."""
+    vocab = loaded.model.config.vocab_size
+    warmup = due(requests(vocab, max(8, n // 10), seed, "warm-up"), poisson(rate, seed + 1))
+    work = due(requests(vocab, n, seed), poisson(rate, seed))
+    run, blocks = really(loaded, work, warmup)
+    failed = [trace for trace in run.traces if trace.status != "ok"]
+    assert not failed, f"{len(failed)} requests failed: {failed[0].error}"
+    start = now()
+    virtual = virtually(as_work(run.traces), times, blocks)
+    took = now() - start
+    sides = {"real": run.measured(), "simulated": [t for t in virtual if run.start <= t.t_scheduled < run.end]}
+    means = {
+        side: {name: sum(values) / len(values) for name in FIGURES if (values := collect(traces, name).values)}
+        for side, traces in sides.items()
+    }
+    return {
+        "rate_per_s": rate,
+        "requests": len(sides["real"]),
+        "window_s": run.end - run.start,
+        "mean_s": means,
+        "simulated_over_real": {name: means["simulated"][name] / means["real"][name] for name in FIGURES},
+        "send_lag_max_s": max(run.client.send_lag_s, default=0.0),
+        "simulation_took_s": took,
+    }
+
+
+def main() -> None:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/simulated.json"))
+    args = parser.parse_args()
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    config = loaded.model.config
+    times = StepTimes(config, this_machine(loaded, fresh=True))
+    # All there at once: no order of arrivals lets the machine do more.
+    at_once = virtually(requests(config.vocab_size, 400, args.seed), times, 4096)
+    capacity = len(at_once) / max(t.t_end or 0.0 for t in at_once)
+    print(f"at most {capacity:.2f} requests/s by the simulation", flush=True)
+    rows = []
+    for share in SHARES:
+        rows.append({"share": share, **compared(loaded, times, share * capacity, args.requests, args.seed)})
+        for name, ratio in rows[-1]["simulated_over_real"].items():
+            mean = rows[-1]["mean_s"]
+            print(
+                f"{share:.0%} of it, {rows[-1]['rate_per_s']:.2f}/s: mean {name} {mean['real'][name] * 1e3:.1f} ms, "
+                f"simulated {mean['simulated'][name] * 1e3:.1f} ms ({ratio - 1:+.0%})",
+                flush=True,
+            )
+    record = {
+        "provenance": provenance(),
+        "started": started,
+        "settings": {k: str(v) for k, v in vars(args).items() if k != "out"}
+        | {"prompts": PROMPTS, "outputs": OUTPUTS, "max_running": RUNNING, "token_budget": BUDGET},
+        "capacity_per_s": capacity,
+        "rates": rows,
+    }
+    store(args.out, record)
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Load after load, up to the knee: how much work a service does, and what its users wait for it.
+
+Levels are rates (open loop) or users (closed loop); each is one run. Three things are read off them:
+
+- the knee: the level with the most power, requests per second over mean end-to-end latency (L. Kleinrock,
+  "Power and deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979).
+  Below it more load brings work for little waiting, above it waiting for little work. For M/M/1 it lies at half
+  the capacity, for users in a closed loop where the bottleneck fills. It needs no threshold;
+- the highest level that still meets the SLO: every level up to it had the needed share of good requests;
+- saturation, where the sweep stops: the level rose by a share g, output tokens per second by less than g / 10
+  over the best so far, and mean latency by more than g / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+from nanoinfer.bench.run import Run
+from nanoinfer.bench.slo import slo_text
+from nanoinfer.bench.summary import summarise
+from nanoinfer.errors import RequestError
+from nanoinfer.measure.stats import least_n
+
+Kind = Literal["rate", "users"]
+UNIT: Final[Mapping[str, str]] = {"rate": "requests/s", "users": "users"}
+#: Most levels that ``a..b`` makes.
+MOST_LEVELS: Final = 64
+
+
+@dataclass(frozen=True)
+class Point:
+    """One level and what its run said (:func:`nanoinfer.bench.summary.summarise`)."""
+
+    level: float
+    summary: Mapping[str, Any]
+
+    @property
+    def tok_s(self) -> float | None:
+        """Output tokens per second in the window."""
+        value: float | None = self.summary["rates"]["output_tok_s"]["value"]
+        return value
+
+    @property
+    def latency_s(self) -> float | None:
+        """Mean end-to-end latency of the requests that ended well."""
+        value: float | None = self.summary["latency"]["e2e"]["mean"]
+        return value
+
+    @property
+    def power(self) -> float | None:
+        """Requests that ended well per second, over their mean latency."""
+        rate = self.summary["rates"]["requests_s"]["value"]
+        return None if rate is None or not self.latency_s else rate / self.latency_s
+
+    @property
+    def share(self) -> float | None:
+        """Share of good requests; ``None`` without an SLO or a request to judge."""
+        goodput = self.summary["goodput"]
+        return None if goodput is None else goodput["share"]
+
+
+@dataclass
+class Sweep:
+    """The levels that ran, in rising order. ``stopped`` says why no higher ones did."""
+
+    kind: Kind
+    slo: Mapping[str, float] | None
+    needed: float
+    points: list[Point] = field(default_factory=list)
+    stopped: str | None = None
+
+    @property
+    def knee(self) -> Point | None:
+        """The level with the most power."""
+        return max((p for p in self.points if p.power is not None), key=lambda p: p.power or 0.0, default=None)
+
+    @property
+    def highest(self) -> Point | None:
+        """The highest level up to which every level had the needed share of good requests."""
+        found = None
+        for point in self.points:
+            if point.share is None or point.share < self.needed:
+                break
+            found = point
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON: the points with their summaries, and what was read off them, with its rule."""
+        knee, highest = self.knee, self.highest
+        return {
+            "kind": self.kind,
+            "unit": UNIT[self.kind],
+            "slo_s": dict(self.slo) if self.slo else None,
+            "needed_share": self.needed,
+            "points": [{"level": p.level, "power": p.power, "summary": p.summary} for p in self.points],
+            "knee": {
+                "definition": "level with the highest requests/s over mean end-to-end latency",
+                "level": knee and knee.level,
+                "inside": knee is not None and knee.level not in (self.points[0].level, self.points[-1].level),
+            },
+            "highest_good": {
+                "definition": f"highest level up to which every level had {self.needed:.0%} good requests or more",
+                "level": highest and highest.level,
+            },
+            "stopped": self.stopped,
+            "beyond_budget": {
+                f"{p.level:g}": p.summary["beyond_budget"] for p in self.points if p.summary["beyond_budget"]
+            },
+            "notes": list(self._notes()),
+        }
+
+    def _notes(self) -> Sequence[str]:
+        notes, unit = [], UNIT[self.kind]
+        if (knee := self.knee) is not None and len(self.points) > 1:
+            if knee.level == self.points[-1].level:
+                notes.append(f"The knee is the highest level that ran: it may lie above {knee.level:g} {unit}.")
+            elif knee.level == self.points[0].level:
+                notes.append(f"The knee is the lowest level that ran: it may lie below {knee.level:g} {unit}.")
+        if self.slo and self.points:
+            if (highest := self.highest) is None:
+                notes.append(f"No level met the SLO ({slo_text(self.slo)}) for {self.needed:.0%} of its requests.")
+            elif highest.level == self.points[-1].level:
+                notes.append(f"Every level met the SLO: the limit lies above {highest.level:g} {unit}.")
+            fewest = min(point.summary["requests"]["attempted"] for point in self.points)
+            if 0 < self.needed < 1 and fewest < (least := least_n(100 * self.needed)):
+                notes.append(
+                    f"n too small: a share of {self.needed:.0%} takes {least:,} requests a level to show, "
+                    f"all of them good; the fewest here are {fewest:,}."
+                )
+        return notes
+
+
+def saturated(before: Sequence[Point], last: Point) -> str | None:
+    """Why no higher level will do more work than ``last``, or ``None``; the rule stands in the module's text."""
+    if not last.summary["requests"]["ok"]:
+        return f"no request ended well at {last.level:g}"
+    known = [p for p in before if p.tok_s and p.latency_s]
+    if not known or last.tok_s is None or last.latency_s is None:
+        return None
+    step = last.level / known[-1].level - 1
+    gain = last.tok_s / max(p.tok_s or 0.0 for p in known) - 1
+    slower = last.latency_s / (known[-1].latency_s or 1.0) - 1
+    if gain < step / 10 and slower > step / 2:
+        return (
+            f"saturated at {last.level:g}: {step:.0%} more load brought {gain:+.0%} tokens/s and {slower:+.0%} latency"
+        )
+    return None
+
+
+async def sweep(
+    make_run: Callable[[float], Awaitable[Run]],
+    levels: Sequence[float],
+    slo: Mapping[str, float] | None = None,
+    *,
+    kind: Kind = "rate",
+    needed: float = 0.99,
+    watch: Callable[[Point], None] | None = None,
+) -> Sweep:
+    """Run level after level until they are through, the system is saturated, or a run was interrupted.
+
+    Args:
+        make_run: runs one level; with prompts of its own at each, or one warms the next one's prefix cache.
+        levels: positive, rising.
+        slo: limits in seconds.
+        kind: what the levels are.
+        needed: the share of good requests at which a level meets the SLO.
+        watch: is given each point as it comes.
+
+    Raises:
+        RequestError: no levels, or levels that do not rise; a share that is none.
+    """
+    if not levels or levels[0] <= 0 or any(b <= a for a, b in pairwise(levels)):
+        raise RequestError(f"a sweep needs positive levels that rise, got {', '.join(f'{x:g}' for x in levels)}")
+    if not 0 < needed <= 1:
+        raise RequestError(f"the needed share of good requests lies above 0 and up to 1, got {needed:g}")
+    found = Sweep(kind, slo, needed)
+    for level in levels:
+        run = await make_run(level)
+        point = Point(level, summarise(run, slo))
+        found.points.append(point)
+        if watch is not None:
+            watch(point)
+        if run.interrupted:
+            found.stopped = f"interrupted at {level:g}"
+            break
+        if level != levels[-1] and (reason := saturated(found.points[:-1], point)):
+            found.stopped = reason
+            break
+    return found
+
+
+def parse_levels(text: str) -> list[float]:
+    """``"1,2,5"``, or ``"1..16"`` for doublings with the end among them: 1, 2, 4, 8, 16.
+
+    Raises:
+        RequestError: no numbers, or numbers that are not positive and rising.
+    """
+    first, dots, last = text.partition("..")
+    try:
+        if not dots:
+            levels = [float(part) for part in text.split(",")]
+        else:
+            levels, end = [float(first)], float(last)
+            while 0 < levels[-1] < end and len(levels) < MOST_LEVELS:
+                levels.append(min(2 * levels[-1], end))
+            if levels[-1] != end:
+                raise ValueError
+    except ValueError:
+        raise RequestError(f"--sweep '{text}': write levels as 1,2,4 or 1..16") from None
+    if not all(0 < level < float("inf") for level in levels) or levels != sorted(set(levels)):
+        raise RequestError(f"--sweep '{text}': levels must be positive and rise")
+    return levels

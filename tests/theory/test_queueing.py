@@ -1,0 +1,132 @@
+"""Queueing formulas: textbook values, limits, and the virtual clock held against them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
+
+import pytest
+
+from nanoinfer.bench.arrivals import poisson
+from nanoinfer.bench.virtual import Span, simulated
+from nanoinfer.bench.workload import Work
+from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.engines.scheduler import Scheduler
+from nanoinfer.errors import RequestError
+from nanoinfer.measure import metrics
+from nanoinfer.measure.batches import Batches
+from nanoinfer.theory.queueing import in_system, load_of, md1_wait, mg1_wait, mm1_residence_percentile, mm1_wait
+
+
+def test_waits_at_half_load() -> None:
+    # M/M/1 waits a whole service, M/D/1 half of one.
+    assert mm1_wait(0.5, 2.0) == 2.0
+    assert md1_wait(0.5, 2.0) == 1.0
+    assert md1_wait(0.9, 1.0) == pytest.approx(4.5) and mm1_wait(0.9, 1.0) == pytest.approx(9.0)
+    assert md1_wait(0.0, 1.0) == 0.0
+    assert mg1_wait(0.5, 2.0, 4.0) == pytest.approx(5.0)
+
+
+def test_load_and_little() -> None:
+    assert load_of(20, 0.03) == pytest.approx(0.6)
+    assert load_of(20, 0.3, servers=10) == pytest.approx(0.6)
+    assert in_system(20, 0.25) == 5.0
+
+
+def test_percentiles_of_a_stay() -> None:
+    # Mean stay 2 / (1 - 0.5) = 4 s; the median of an exponential is ln 2 of that, p99 ln 100.
+    assert mm1_residence_percentile(0.5, 2.0, 50) == pytest.approx(4 * 0.693147, rel=1e-5)
+    assert mm1_residence_percentile(0.5, 2.0, 99) == pytest.approx(4 * 4.605170, rel=1e-5)
+    assert mm1_residence_percentile(0.5, 2.0, 0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: md1_wait(1.0, 1.0), "load 1 never settles"),
+        (lambda: mm1_wait(-0.1, 1.0), "load must be a number and not negative, got -0.1"),
+        (lambda: mg1_wait(0.5, float("nan"), 0), "service_s must be a number"),
+        (lambda: load_of(1, 1, servers=0), "servers must be at least 1"),
+        (lambda: in_system(-1, 1), "rate must be"),
+        (lambda: mm1_residence_percentile(0.5, 1.0, 100), "from 0 to below 100"),
+    ],
+)
+def test_what_has_no_answer_is_refused(call: object, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        call()  # type: ignore[operator]
+
+
+# --- the virtual clock as a queue ------------------------------------------------------
+
+
+class Fixed:
+    """Every step takes as long."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+
+    def seconds(self, rows: Sequence[tuple[int, int]], ends: int) -> float:
+        return self.step_s
+
+    def decoding(self, contexts: Sequence[int]) -> Iterator[float]:
+        return repeat(self.step_s)
+
+
+def one_at_a_time() -> Scheduler:
+    return Scheduler(BlockPool(8, 16, share_prefixes=False), max_running=1, token_budget=16)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.7, 0.9])
+def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
+    # A request takes 4 steps of 0.25 s, one of its prompt and three jumped over: a service of 1 s.
+    n, warm = 40_000, 4_000
+    work = (Work(b"\0" * 8, 4, at) for at in islice(poisson(load, seed=11), n))
+    waits = Batches(warm / load, n / load)
+    for trace in simulated(work, one_at_a_time(), Fixed(0.25)):
+        assert trace.t_start is not None and trace.t_end is not None
+        assert trace.t_end - trace.t_start == pytest.approx(1.0)
+        if trace.t_scheduled >= warm / load:
+            waits.add(trace.t_scheduled, trace.t_start - trace.t_scheduled)
+    found = waits.mean(confidence=0.99)
+    assert found.low is not None and found.high is not None
+    assert found.low <= md1_wait(load, 1.0) <= found.high
+    assert found.high - found.low < 0.5 * md1_wait(load, 1.0)  # an interval that says something
+    assert not found.low <= mm1_wait(load, 1.0) <= found.high
+
+
+def test_the_mean_wait_is_that_of_m_m_1() -> None:
+    # Many tiny steps, geometric in number: nearly exponential services with a mean of 1 s.
+    rng, load, n = random.Random(5), 0.7, 30_000
+    steps = 100
+    outputs = (1 + int(rng.expovariate(1 / (steps - 0.5))) for _ in range(n))
+    work = (Work(b"\0", output, at) for at, output in zip(poisson(load, seed=6), outputs, strict=False))
+    waits = Batches(0.0, n / load)
+    scheduler = Scheduler(BlockPool(2**12, 16, share_prefixes=False), max_running=1, token_budget=16)
+    for trace in simulated(work, scheduler, Fixed(1 / steps)):
+        waits.add(trace.t_scheduled, (trace.t_start or 0.0) - trace.t_scheduled)
+    found = waits.mean(confidence=0.99)
+    assert found.low is not None and found.high is not None
+    assert found.low <= mm1_wait(load, 1.0) <= found.high
+
+
+def test_littles_law_holds_exactly_over_a_whole_run() -> None:
+    # Who is there is counted from the scheduler's side, step by step; how long each stayed, from the traces.
+    rng = random.Random(2)
+    work = [Work(bytes(rng.randrange(1, 40)), rng.randrange(1, 20), at) for at in islice(poisson(2.0, seed=3), 400)]
+    scheduler = Scheduler(BlockPool(24, 4, share_prefixes=False), max_running=4, token_budget=8)
+    gone: list[float] = []  # of those who left, times
+    leaving: list[Sequence[int]] = []
+    remove = scheduler.remove
+    scheduler.remove = lambda text: (leaving.append(text.tokens), remove(text))[1]  # type: ignore[method-assign]
+
+    def note(span: Span) -> None:
+        gone.extend([span.end] * len(leaving))
+        leaving.clear()
+
+    traces = list(simulated(work, scheduler, Fixed(0.05), note))
+    end, area = gone[-1], sum(gone) - sum(w.at for w in work)
+    law = metrics.little(traces, 0.0, end + 1)
+    assert len(gone) == len(traces) == 400 and law.concurrency * (end + 1) == pytest.approx(area, rel=1e-12)
+    assert law.error == pytest.approx(0.0, abs=1e-12)
+    assert law.concurrency == pytest.approx(in_system(law.rate, law.time), rel=1e-12)
