@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nanoinfer.bench.virtual import simulated
 from nanoinfer.bench.workload import Work, due
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.load import load_for_front
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.machine import provenance
@@ -54,7 +56,8 @@ def virtually(work: Sequence[Work], times: StepTimes, blocks: int) -> list[Trace
 
 def really(loaded: LoadedModel, work: Sequence[Work], warmup: Sequence[Work]) -> tuple[Run, int]:
     """By the engine in this process; and the blocks that it has."""
-    engine = ContinuousEngine(loaded, max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False)
+    engine = load_for_front(loaded, max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False)
+    assert isinstance(engine, ContinuousEngine)
     try:
         return asyncio.run(open_loop(EngineTarget(engine), work, warmup=warmup)), engine.pool.n_blocks
     finally:
@@ -104,9 +107,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/simulated.json"))
     args = parser.parse_args()
     started = time.strftime("%Y-%m-%d %H:%M:%S")
-    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    with ThreadPoolExecutor(1) as one:  # a thread that ends: see load_for_front
+        loaded = one.submit(load_model, args.model, device=args.device, dtype=args.dtype).result()
+        machine = one.submit(this_machine, loaded, fresh=True).result()
     config = loaded.model.config
-    times = StepTimes(config, this_machine(loaded, fresh=True))
+    times = StepTimes(config, machine)
     # All there at once: no order of arrivals lets the machine do more.
     at_once = virtually(requests(config.vocab_size, 400, args.seed), times, 4096)
     capacity = len(at_once) / max(t.t_end or 0.0 for t in at_once)

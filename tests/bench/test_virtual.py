@@ -74,11 +74,13 @@ works = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(works, st.integers(1, 5), st.integers(1, 12), st.integers(1, 5), st.integers(17, 60), st.booleans())
-# Two that are alike share blocks; a queue before a full house; blocks that run out.
+# Two that are alike share blocks; a queue before a full house; blocks that run out; a search for shared blocks that
+# is in vain and yet saves them from being evicted.
 @example([(20, 0, 40, 0.0), (20, 0, 30, 3.0), (20, 0, 9, 0.5)], 3, 4, 2, 40, True)
 @example([(4, 1, 40, 0.0)] * 12, 2, 3, 4, 40, False)
 @example([(8, 1, 40, 0.0)] * 8, 5, 8, 4, 20, True)
 @example([(8, 1, 40, 0.0), (8, 2, 40, 3.0)] * 4, 5, 8, 4, 20, False)
+@example([(18, 3, 9, 0.5), (23, 0, 9, 0.0), (7, 1, 2, 0.0), (7, 3, 2, 0.0), (7, 1, 1, 0.0)], 4, 2, 3, 20, True)
 def test_the_same_traces_to_the_last_bit(
     drawn: list[tuple[int, int, int, float]], running: int, extra: int, size: int, blocks: int, share: bool
 ) -> None:
@@ -166,9 +168,11 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     assert peak(1000) < 2 * peak(200)
 
 
-def test_ends_of_steps_are_dropped_and_traces_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gap", [9.0, 1000.0])
+def test_ends_of_steps_are_dropped_and_traces_stay_whole(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "KEPT", 3)
-    work = [Work([1] * (1 + i % 5), 1 + 7 * i % 50, 9.0 * i) for i in range(60)]
+    outputs = [1] * 10 + [1 + 7 * i % 50 for i in range(50)]
+    work = [Work([1] * (1 + i % 5), output, gap * i) for i, output in enumerate(outputs)]
     house = [Scheduler(BlockPool(60, 4), 5, 9) for _ in range(2)]
     assert in_order(list(simulated(work, house[0], ByRows()))) == in_order(plain(work, house[1], ByRows()))
 
