@@ -268,3 +268,9 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"No rate down to {found['fails_at_per_s']:.3g}/s meets the limits."
         elif found["fails_at_per_s"] is None:
             yield f"Every rate up to {found['rate_per_s']:.3g}/s meets the limits."
+        else:
+            seconds = record["load"]["requests"] / found["rate_per_s"]
+            yield (
+                f"The highest rate is that of a run of {seconds:.3g} s: just beyond what a service can do, its queue "
+                "takes longer than that to show. More requests find it more exactly."
+            )
