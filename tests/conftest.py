@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 # Tests compute tiny things: threads that wait for each other cost more than they bring, above all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts jobs of the background with Ctrl-C ignored, and they hand that on to all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARKERS = ("gpu", "browser", "ray", "network")
 left_out: Counter[str] = Counter()

@@ -112,7 +112,7 @@ def test_one_user_and_32_requests_where_nothing_is_asked(fake: Fake) -> None:
     assert record["load"]["load"] == {"users": 1.0, "seed": 0, "prompt_tokens": "128", "output_tokens": "64"}
     assert record["load"]["loop"]["kind"] == "closed" and record["load"]["target"]["name"] == "fake"
     assert record["tokens"] == {"prompt": 160, "output": 96, "estimated_requests": 0}
-    assert "1 users: 33 of 33 ended" in result.stderr
+    assert "1 user: 33 of 33 ended" in result.stderr
     assert len({work.prompt for work in fake.works}) == 33  # the warm-up's prompt is none of the measured ones
 
 

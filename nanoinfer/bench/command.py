@@ -14,7 +14,7 @@ from nanoinfer.bench.plan import Options, Plan, is_url
 from nanoinfer.bench.progress import Progress
 from nanoinfer.bench.run import Run, save_run
 from nanoinfer.bench.summary import summarise
-from nanoinfer.bench.sweep import UNIT, Sweep, sweep
+from nanoinfer.bench.sweep import Sweep, named, sweep
 from nanoinfer.bench.tables import ms
 from nanoinfer.bench.target import Target
 from nanoinfer.measure.files import write_whole
@@ -80,7 +80,7 @@ async def _load(plan: Plan, index: int, target: Target, vocab_size: int | None, 
     warm, works = plan.work(index, vocab_size)
     settings = {"load": plan.settings(index), **({} if floor is None else {"floor": floor})}
     total = len(works) if isinstance(works, list) else plan.most
-    with Progress(f"{level:g} {UNIT[plan.kind]}", None if total is None else total + len(warm)) as progress:
+    with Progress(named(plan.kind, level), None if total is None else total + len(warm)) as progress:
         common: dict[str, Any] = {"warmup": warm, "timeout_s": asked.timeout, "watch": progress, "settings": settings}
         if isinstance(works, list):
             return await open_loop(target, works, seconds=asked.seconds, **common)
@@ -96,7 +96,7 @@ async def _floor(plan: Plan) -> dict[str, Any]:
     found = await (measure_floor(streams=int(most)) if plan.kind == "users" else measure_floor(rate=most))
     words = [f"{ms(found.overhead_mean_s)} ms a chunk (p99 {ms(found.overhead_p99_s)} ms)"]
     words += [f"send lag p99 {ms(found.send_lag_p99_s)} ms", f"{found.cpu_share:.0%} of a core"]
-    say(f"the client's own floor at {most:g} {UNIT[plan.kind]}, against a mock: {', '.join(words)}")
+    say(f"the client's own floor at {named(plan.kind, most)}, against a mock: {', '.join(words)}")
     for problem in found.problems():
         say(f"the client is beyond its error budget there: {problem}")
     return found.as_json()

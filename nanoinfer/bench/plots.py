@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.slo import slo_text
@@ -20,6 +21,8 @@ from nanoinfer.measure.stats import percentile
 PARTS: Final = 20
 #: Percentiles that a distribution is drawn and told by.
 DRAWN: Final = tuple(q / 2 for q in range(1, 200))
+#: From this ratio of the largest to the smallest value on an axis is logarithmic.
+WIDE: Final = 10
 TOLD: Final = (10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0)
 
 
@@ -57,6 +60,20 @@ def _at(ordered: Sequence[float], q: float) -> float:
     return ordered[max(math.ceil(q * len(ordered) / 100), 1) - 1]
 
 
+def _legend(axes: Axes) -> None:
+    """Above the drawing, where it hides nothing."""
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+def _logarithmic(axes: Axes, name: Literal["x", "y"]) -> None:
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10 ..."""
+    axes.set(**{f"{name}scale": "log"})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _distribution(title: str, groups: Mapping[str, Sequence[float]]) -> Plot:
     ordered = {name: sorted(values) for name, values in groups.items() if values}
 
@@ -65,10 +82,10 @@ def _distribution(title: str, groups: Mapping[str, Sequence[float]]) -> Plot:
             points = [1e3 * _at(values, q) for q in DRAWN]
             axes.step(points, DRAWN, where="post", label=name)
         low, high = min(values[0] for values in ordered.values()), max(values[-1] for values in ordered.values())
-        if 0 < low < high:
-            axes.set_xscale("log")
+        if 0 < WIDE * low < high:
+            _logarithmic(axes, "x")
         axes.set(xlabel=f"{title}, ms", ylabel="% of samples at or below")
-        axes.legend()
+        _legend(axes)
 
     middles = [
         f"{name}: half at or below {ms(_at(values, 50))} ms, 90% at or below {ms(_at(values, 90))} ms"
@@ -108,7 +125,7 @@ def _bars(title: str, unit: str, starts: Sequence[float], part: float, values: S
         axes.stairs(values, [*starts, starts[-1] + part], baseline=None, color="C0", linewidth=2.2)
         axes.axhline(mean, color="C1", linestyle="--", label=f"mean {digits(mean)}")
         axes.set(xlabel="seconds since the window began", ylabel=unit, ylim=(0, best * 1.1 or 1))
-        axes.legend()
+        _legend(axes)
 
     rows = [(f"{start:.4g} to {start + part:.4g}", digits(value)) for start, value in zip(starts, values, strict=True)]
     alt = (
@@ -139,9 +156,9 @@ def _first_tokens(run: Run, spans: Sequence[tuple[float, float]], part: float) -
     def draw(axes: Axes) -> None:
         axes.plot(lines["at"], lines["median"], "o-", color="C0", label="median")
         axes.plot(lines["at"], lines["worst"], "s--", color="C1", label="worst")
-        axes.set(xlabel="seconds since the window began, when due", ylabel="TTFT, ms")
-        axes.set_ylim(bottom=0)
-        axes.legend()
+        top = 1.1 * max(lines["worst"]) or 1.0
+        axes.set(xlabel="seconds since the window began, when due", ylabel="TTFT, ms", ylim=(0, top))
+        _legend(axes)
 
     first, last = lines["median"][0], lines["median"][-1]
     yield Plot(
@@ -184,9 +201,10 @@ def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
             axes.annotate(name, at, xytext=(0, 8), textcoords="offset points", ha="center")
             if point["level"] == knee:
                 axes.axvline(rate, color="C5", linestyle=":", label=f"knee: {knee:g} {unit}")
-        axes.set(xlabel="output tokens/s", ylabel="ms", yscale="log")
+        _logarithmic(axes, "y")
+        axes.set(xlabel="output tokens/s", ylabel="ms")
         axes.margins(y=0.15)
-        axes.legend()
+        _legend(axes)
 
     rows = [
         (f"{p['level']:g}", digits(rate, 4), *(ms(values[i]) for values in lines.values()))
@@ -212,7 +230,7 @@ def _goodput(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> 
         axes.errorbar(levels, shares, yerr=[below, above], fmt="o-", color="C0", capsize=4, label="95% interval")
         axes.axhline(needed, color="C1", linestyle="--", label=f"needed: {needed:g}%")
         axes.set(xlabel=unit, ylabel="% of requests that were good", ylim=(0, 105))
-        axes.legend()
+        _legend(axes)
 
     rows = [
         (f"{level:g}", f"{share:.1f}%", f"{100 * low:.1f} to {100 * high:.1f}%", digits(rate))

@@ -39,12 +39,14 @@ CSS: Final = (
     f":root{{color-scheme:light dark;{_rules(LIGHT)};--bad:#a4161a}}"
     f"@media (prefers-color-scheme:dark){{:root{{{_rules(DARK)};--bad:#ff9b9b}}}}"
     "body{background:var(--paper);color:var(--ink);font:1rem/1.5 system-ui,sans-serif;margin:0}"
-    "main{max-width:60rem;margin:0 auto;padding:1rem}h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}"
+    "main{max-width:76rem;margin:0 auto;padding:1rem}h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}"
     "figure{margin:1rem 0}svg{max-width:100%;height:auto;display:block}figcaption{margin:.3rem 0}"
     ".ni-scroll{overflow-x:auto}table{border-collapse:collapse;margin:.5rem 0}"
     "caption{text-align:left;font-weight:600;padding:.25rem 0}"
     "th,td{padding:.25rem .7rem;border-bottom:1px solid var(--grid);text-align:left;font-weight:400}"
-    "thead th{font-weight:600}.ni-num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
+    "thead th{font-weight:600}.figures :is(th,td):not(:first-child){text-align:right;white-space:nowrap;"
+    "font-variant-numeric:tabular-nums}.figures th:first-child{min-width:7rem}"
+    ".plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:0 1.5rem}"
     "dt{font-weight:600}dd{margin:0 0 .4rem 1rem}summary{cursor:pointer}"
     "pre{overflow-x:auto;border:1px solid var(--grid);padding:.5rem}"
     ".bad{border-left:.4rem solid var(--bad);padding:.1rem .8rem}.lead{font-size:1.1rem}"
@@ -77,9 +79,8 @@ def _page(title: str, parts: Iterable[str]) -> str:
 def _run_parts(run: Run, record: Mapping[str, Any]) -> Iterable[str]:
     yield f'<p class="lead">{escape(headline(record))}</p>'
     yield from _warnings(record["beyond_budget"], record["notes"])
-    yield _table(tables.latency(record), "Latencies of the requests that ended well, in milliseconds")
-    for number, plot in enumerate(run_plots(run, record)):
-        yield _figure(plot, f"f{number}")
+    yield _table(tables.latency(record), "Latencies of the requests that ended well, ms; the interval is the median's")
+    yield _figures(run_plots(run, record))
     yield "<h2>Rates and requests</h2>"
     yield _table(tables.rates(record), "Rates over the window")
     yield _table(tables.requests(record), "How the requests ended")
@@ -122,8 +123,7 @@ def _sweep_parts(found: Sweep, record: Mapping[str, Any]) -> Iterable[str]:
     beyond = [f"At {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons]
     yield from _warnings(beyond, [*record["notes"], *([record["stopped"]] if record["stopped"] else [])])
     yield _table(tables.levels(record), "Level by level; times are medians in milliseconds")
-    for number, plot in enumerate(sweep_plots(record)):
-        yield _figure(plot, f"f{number}")
+    yield _figures(sweep_plots(record))
     rules = [("knee", record["knee"]["definition"]), ("highest good level", record["highest_good"]["definition"])]
     if found.points:
         last = found.points[-1].summary
@@ -142,14 +142,17 @@ def _warnings(beyond: Sequence[str], notes: Sequence[str]) -> Iterable[str]:
 
 
 def _table(rows: tables.Rows, caption: str) -> str:
-    return table(rows[0], rows[1], caption).body
+    return f'<div class="figures">{table(*rows, caption).body}</div>'
+
+
+def _figures(plots: Iterable[Plot]) -> str:
+    return f'<div class="plots">{"".join(_figure(plot, f"f{i}") for i, plot in enumerate(plots))}</div>'
 
 
 def _figure(plot: Plot, name: str) -> str:
-    numbers = table(*plot.table, plot.caption).body
     return (
-        f"<figure>{_svg(plot, name)}<figcaption>{escape(plot.caption)}</figcaption></figure>"
-        f"<details><summary>The figure's numbers</summary>{numbers}</details>"
+        f"<div><figure>{_svg(plot, name)}<figcaption>{escape(plot.caption)}</figcaption></figure>"
+        f"<details><summary>The figure's numbers</summary>{_table(plot.table, plot.caption)}</details></div>"
     )
 
 
@@ -172,7 +175,7 @@ def _about(
     yield f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in definitions)}</dl>"
     yield "<h2>What was asked, and on what</h2>"
     for caption, record in (("Settings", load), ("Provenance", provenance)):
-        yield _table((("name", "value"), list(_flat(record))), caption)
+        yield table(("name", "value"), list(_flat(record)), caption).body
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

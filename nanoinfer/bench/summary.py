@@ -46,7 +46,7 @@ class ErrorBudget:
     """What the client may add before its figures are its own and not the server's.
 
     ``send_lag_p99_s``: the latest 1% of requests, after their time. ``late_s`` and ``late_share``: the share
-    of the window in which the event loop was later than so much.
+    of the run, warm-up and all, in which the event loop was later than so much.
     """
 
     send_lag_p99_s: float = 0.010
@@ -243,14 +243,14 @@ def wilson(good: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def _client(run: Run, traces: Sequence[Trace], late_s: float) -> dict[str, Any]:
-    """How late requests were sent and how late the event loop ran. Tails are of few samples too: the worst, then."""
+    """How late requests were sent, and how late the event loop ran from the run's first moment to its last."""
     lags, stalls = [metrics.client_delay(trace) for trace in traces], run.client.loop_stalls_s
     return {
         "send_lag": {"definition": DEFINITIONS["client_delay"], **_tail(lags)},
         "loop_stalls": {
             "definition": DEFINITIONS["loop_stalls"],
             **_tail(stalls),
-            "late_share": _late_share(stalls, late_s, run.end - run.start),
+            "late_share": _late_share(stalls, late_s, max([run.end, *(t.t_end or 0.0 for t in run.traces)])),
         },
     }
 
@@ -288,7 +288,7 @@ def _notes(record: Mapping[str, Any]) -> Iterable[str]:
     requests, law = record["requests"], record["concurrency"]["little"]
     if record["interrupted"]:
         yield (
-            f"Interrupted: {requests['cut_short']} requests under way were left out, and long ones are more often "
+            f"Interrupted: requests under way ({requests['cut_short']}) were left out, and long ones are more often "
             "under way than short ones."
         )
     if not requests["ok"]:

@@ -26,6 +26,13 @@ from nanoinfer.measure.stats import least_n
 
 Kind = Literal["rate", "users"]
 UNIT: Final[Mapping[str, str]] = {"rate": "requests/s", "users": "users"}
+
+
+def named(kind: Kind, level: float) -> str:
+    """A level with its unit: ``1 user``, ``2.5 requests/s``."""
+    return f"{level:g} {'user' if kind == 'users' and level == 1 else UNIT[kind]}"
+
+
 #: Most levels that ``a..b`` makes.
 MOST_LEVELS: Final = 64
 
@@ -113,17 +120,19 @@ class Sweep:
         }
 
     def _notes(self) -> Sequence[str]:
-        notes, unit = [], UNIT[self.kind]
+        notes = []
         if (knee := self.knee) is not None and len(self.points) > 1:
             if knee.level == self.points[-1].level:
-                notes.append(f"The knee is the highest level that ran: it may lie above {knee.level:g} {unit}.")
+                notes.append(
+                    f"The knee is the highest level that ran: it may lie above {named(self.kind, knee.level)}."
+                )
             elif knee.level == self.points[0].level:
-                notes.append(f"The knee is the lowest level that ran: it may lie below {knee.level:g} {unit}.")
+                notes.append(f"The knee is the lowest level that ran: it may lie below {named(self.kind, knee.level)}.")
         if self.slo and self.points:
             if (highest := self.highest) is None:
                 notes.append(f"No level met the SLO ({slo_text(self.slo)}) for {self.needed:.0%} of its requests.")
             elif highest.level == self.points[-1].level:
-                notes.append(f"Every level met the SLO: the limit lies above {highest.level:g} {unit}.")
+                notes.append(f"Every level met the SLO: the limit lies above {named(self.kind, highest.level)}.")
             fewest = min(point.summary["requests"]["attempted"] for point in self.points)
             if 0 < self.needed < 1 and fewest < (least := least_n(100 * self.needed)):
                 notes.append(

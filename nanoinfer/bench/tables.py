@@ -62,8 +62,8 @@ def _interval(pair: Iterable[float | None] | None) -> str:
 
 
 def latency(record: Mapping[str, Any]) -> Rows:
-    """A row a figure: samples, mean, median with its interval, tails."""
-    header = ("ms", "n", "mean", "median", "95% interval of the median", "p90", "p95", "p99", "max")
+    """A row a figure: samples, mean, median with its interval (of independent requests), tails."""
+    header = ("ms", "n", "mean", "median", "95% interval", "p90", "p95", "p99", "max")
     rows = []
     for name, title in NAMES.items():
         figure = record["latency"][name]
@@ -141,7 +141,7 @@ def goodput(record: Mapping[str, Any]) -> Rows:
 def levels(record: Mapping[str, Any]) -> Rows:
     """A sweep's levels: rates, medians, and goodput where there are limits."""
     header = ["n", "ok", "tok/s", "requests/s", "in flight", "TTFT", "TPOT", "end to end", "power"]
-    header = [record["unit"], *header, *(["good", "good requests/s"] if record["slo_s"] else []), "remarks"]
+    header = [record["unit"], *header, *(["good", "good/s"] if record["slo_s"] else []), "remarks"]
     rows = []
     for point in record["points"]:
         found = point["summary"]

@@ -240,7 +240,7 @@ def test_ctrl_c_keeps_what_was_measured_and_blames_nobody() -> None:
     traces = [trace(0.0, [(0.1, 1)]), trace(1.0, [(0.1, 1)], t_end=2.0, status="cancelled")]
     cut = summarise(run(traces, interrupted=True), {"ttft": 1.0})
     assert (cut["requests"]["attempted"], cut["requests"]["cut_short"], cut["goodput"]["share"]) == (1, 1, 1.0)
-    assert cut["notes"][0].startswith("Interrupted: 1 requests under way were left out")
+    assert cut["notes"][0].startswith("Interrupted: requests under way (1) were left out")
     whole = summarise(run(traces), {"ttft": 1.0})
     assert (whole["requests"]["attempted"], whole["goodput"]["share"]) == (2, 0.5)
 

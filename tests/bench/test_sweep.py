@@ -132,7 +132,7 @@ def test_what_is_no_sweep() -> None:
 
 def test_the_table_of_levels() -> None:
     header, rows = tables.levels(swept(mm1, [2, 5, 8], {"ttft": 0.21}).as_dict())
-    assert header[:4] == ("requests/s", "n", "ok", "tok/s") and header[-3:] == ("good", "good requests/s", "remarks")
+    assert header[:4] == ("requests/s", "n", "ok", "tok/s") and header[-3:] == ("good", "good/s", "remarks")
     assert rows[1][:4] == ("5", "2,000", "2,000", "5.00")
     assert (rows[1][-1], rows[2][-1], rows[2][-3]) == ("knee, highest good", "", "0.0%")
 
