@@ -27,7 +27,7 @@ from nanoinfer.bench.virtual import simulated
 from nanoinfer.bench.workload import Work, due
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.load import load_for_front
+from nanoinfer.engines.load import load
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.machine import provenance
@@ -56,7 +56,7 @@ def virtually(work: Sequence[Work], times: StepTimes, blocks: int) -> list[Trace
 
 def really(loaded: LoadedModel, work: Sequence[Work], warmup: Sequence[Work]) -> tuple[Run, int]:
     """By the engine in this process; and the blocks that it has."""
-    engine = load_for_front(loaded, max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False)
+    engine = load(loaded, max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False)
     assert isinstance(engine, ContinuousEngine)
     try:
         return asyncio.run(open_loop(EngineTarget(engine), work, warmup=warmup)), engine.pool.n_blocks
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/simulated.json"))
     args = parser.parse_args()
     started = time.strftime("%Y-%m-%d %H:%M:%S")
-    with ThreadPoolExecutor(1) as one:  # a thread that ends: see load_for_front
+    with ThreadPoolExecutor(1) as one:  # a thread that ends: see load
         loaded = one.submit(load_model, args.model, device=args.device, dtype=args.dtype).result()
         machine = one.submit(this_machine, loaded, fresh=True).result()
     config = loaded.model.config

@@ -95,7 +95,9 @@ async def _floor(plan: Plan) -> dict[str, Any]:
     most = plan.most_level
     found = await (measure_floor(streams=int(most)) if plan.kind == "users" else measure_floor(rate=most))
     words = [f"{ms(found.overhead_mean_s)} ms a chunk (p99 {ms(found.overhead_p99_s)} ms)"]
-    words += [f"send lag p99 {ms(found.send_lag_p99_s)} ms", f"{found.cpu_share:.0%} of a core"]
+    if found.send_lag_p99_s is not None:
+        words.append(f"send lag p99 {ms(found.send_lag_p99_s)} ms")
+    words.append(f"{found.cpu_share:.0%} of a core")
     say(f"the client's own floor at {named(plan.kind, most)}, against a mock: {', '.join(words)}")
     for problem in found.problems():
         say(f"the client is beyond its error budget there: {problem}")
@@ -125,12 +127,12 @@ async def _target(options: Options, engine: ContinuousEngine | None) -> AsyncIte
 def _engine(options: Options) -> ContinuousEngine:
     """The engine that ``nanoinfer serve`` would have, without the server around it."""
     from nanoinfer.engines.continuous import ContinuousEngine
-    from nanoinfer.engines.load import load_for_front
+    from nanoinfer.engines.load import load
     from nanoinfer.speed.options import Speed
 
     words = options.speed
     speed = {} if words is None else {"speed": Speed() if words == "plain" else Speed.parse(words)}
-    engine = load_for_front(
+    engine = load(
         options.target,
         "auto" if words is None else "continuous",
         device=options.device or "cpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,8 @@ class Sending:
             opened = self.zero + self.ended_at
         start, end = opened - self.zero, opened + length - self.zero
         if not length:
-            end = max((t.t_end or 0.0 for t in self.traces if t.t_scheduled >= start), default=self.ended_at)
+            last = max((t.t_end or 0.0 for t in self.traces if t.t_scheduled >= start), default=self.ended_at)
+            end = math.nextafter(last, math.inf)  # a window is open at its end: the last request is inside
         if self.is_interrupted:
             end = max(start, min(end, self.ended_at))
         traces = sorted(self.traces, key=lambda trace: trace.t_scheduled)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,30 @@ def load(
             raise RequestError(
                 f"engine '{engine}' has no option '{option}'; {nearest(option, known) if known else 'it has none'}"
             )
-    if not isinstance(model, LoadedModel):
-        model = load_model(model, device=device, dtype=dtype, seed=seed)
-    if is_auto:
-        options["speed"] = quickest(model)
-    return ENGINES[engine](model, **options)
+
+    def made() -> Engine:
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype, seed=seed)
+        if is_auto:
+            options["speed"] = quickest(loaded)
+        return ENGINES[engine](loaded, **options)
+
+    return _elsewhere(made)
 
 
-def load_for_front(
-    model: str | Path | LoadedModel = "smollm2-135m", engine: str = "continuous", **options: Any
-) -> Engine:
-    """As :func:`load`, for an engine whose steps another thread than this one will run.
+def _elsewhere(make: Callable[[], Engine]) -> Engine:
+    """Made by a thread that then ends.
 
-    A thread that has computed keeps a team of OpenMP's for the next time, and with more of them than there are cores
-    every team is slow to wake. So the loading is done by a thread that then ends.
+    A thread that has computed keeps a team of OpenMP's for the next time, and with more threads in teams than there are
+    cores, all of them are put to sleep early: a step by another thread, as :meth:`ContinuousEngine.submit` has, would
+    take several times as long. Ctrl-C is not held up: nobody waits for the thread then.
     """
-    with ThreadPoolExecutor(1) as one:
-        return one.submit(partial(load, model, engine, **options)).result()
+    done: Future[Engine] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(make())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="nanoinfer-load", daemon=True).start()
+    return done.result()

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.load import load_for_front
+from nanoinfer.engines.load import load
 from nanoinfer.errors import NanoinferError, RequestError
 from nanoinfer.serve.app import make_app
 from nanoinfer.serve.service import Limits, Service
@@ -59,7 +59,7 @@ def serve(
     listener = _listen(host, port)  # before the model is loaded: a port that is taken is known at once
     try:
         options = {} if speed is None else {"speed": speed_option(speed)}
-        engine = load_for_front(
+        engine = load(
             model,
             "auto" if speed is None else "continuous",
             device=device,

@@ -60,7 +60,9 @@ def test_the_knee_of_a_closed_loop_is_where_the_bottleneck_fills() -> None:
 
 def test_a_level_that_gains_or_waits_little_is_not_the_end() -> None:
     assert swept(mm1, [2, 4, 8, 9, 9.5]).stopped is None  # slower and slower, but all the work gets done
-    flat = swept(lambda level: steady(min(level, 3.0), 0.5), [2, 4, 8])  # no more work, and nobody waits: rejections
+    flat = swept(
+        lambda level: steady(min(level, 3.0), 0.5), [2, 4, 8, 16]
+    )  # no more work, and nobody waits: rejections
     assert flat.stopped is None
 
 
