@@ -56,7 +56,9 @@ def virtually(work: Sequence[Work], times: StepTimes, blocks: int) -> list[Trace
 
 def really(loaded: LoadedModel, work: Sequence[Work], warmup: Sequence[Work]) -> tuple[Run, int]:
     """By the engine in this process; and the blocks that it has."""
-    engine = load(loaded, max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False)
+    engine = load(
+        loaded, "continuous", max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False
+    )
     assert isinstance(engine, ContinuousEngine)
     try:
         return asyncio.run(open_loop(EngineTarget(engine), work, warmup=warmup)), engine.pool.n_blocks
