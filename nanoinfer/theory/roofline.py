@@ -181,23 +181,6 @@ def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int,
     return _step("decode", config, machine, batch, 1, context, tp)
 
 
-def mixed_step(config: ModelConfig, machine: Machine, rows: Sequence[tuple[int, int]], ends: int) -> Step:
-    """A step of rows that have nothing in common, packed one behind the other, as the continuous engine runs it.
-
-    Args:
-        rows: of each row, tokens that are in the cache already, and new ones.
-        ends: rows whose last token chooses the next one; the head is computed for those alone.
-    """
-    packed = sum(new for _, new in rows)
-    check_sizes(tokens=packed)
-    element = bytes_per_element(machine.dtype)
-    operators = _products(config, machine, packed, ends, element, 1)
-    operators.append(_ragged_attention(config, machine, rows))
-    phase: Phase = "decode" if packed == len(rows) else "prefill"
-    operators.append(_small(phase, config, machine, packed, element))
-    return Step(phase, len(rows), max(old + new for old, new in rows), machine, tuple(operators))
-
-
 def _step(
     phase: Phase,
     config: ModelConfig,
@@ -272,27 +255,6 @@ def _attention(config: ModelConfig, machine: Machine, batch: int, new: int, cont
     launch = config.n_layers * machine.launch_s
     return Operator(
         "attention", flops / tp, nbytes, config.n_layers, max(compute, memory) + launch, _bound(compute, memory, launch)
-    )
-
-
-def _ragged_attention(config: ModelConfig, machine: Machine, rows: Sequence[tuple[int, int]]) -> Operator:
-    """Scores and weighted sums of rows of unlike lengths over a paged cache."""
-    pairs = sum(new * old + new * (new + 1) // 2 for old, new in rows)
-    flops = 4.0 * config.n_layers * config.n_heads * config.d_head * pairs
-    nbytes = float(arithmetic.kv_bytes(config, 1, sum(old + new for old, new in rows), machine.dtype))
-    compute, memory = flops / machine.peak, nbytes / machine.bandwidth
-    if (curves := machine.curves) is not None:
-        seconds = 0.0
-        if singles := [old + 1 for old, new in rows if new == 1]:
-            seconds += curves.paged(len(singles), sum(singles) / len(singles))
-        # A chunk is the lower part of a triangle.
-        chunk = curves.prefill_attention
-        seconds += sum(chunk.at(old + new) - (chunk.at(old) if old else 0.0) for old, new in rows if new > 1)
-        side = _side(machine, flops, nbytes)
-        return Operator("attention", flops, nbytes, config.n_layers, config.n_layers * seconds, side)
-    launch = config.n_layers * machine.launch_s
-    return Operator(
-        "attention", flops, nbytes, config.n_layers, max(compute, memory) + launch, _bound(compute, memory, launch)
     )
 
 
