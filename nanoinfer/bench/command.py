@@ -128,10 +128,10 @@ def _engine(options: Options) -> ContinuousEngine:
     """The engine that ``nanoinfer serve`` would have, without the server around it."""
     from nanoinfer.engines.continuous import ContinuousEngine
     from nanoinfer.engines.load import load
-    from nanoinfer.speed.options import Speed
+    from nanoinfer.speed.options import spoken
 
     words = options.speed
-    speed = {} if words is None else {"speed": Speed() if words == "plain" else Speed.parse(words)}
+    speed = {} if words is None else {"speed": spoken(words)}
     engine = load(
         options.target,
         "auto" if words is None else "continuous",

@@ -15,7 +15,7 @@ from nanoinfer.engines.load import load
 from nanoinfer.errors import NanoinferError, RequestError
 from nanoinfer.serve.app import make_app
 from nanoinfer.serve.service import Limits, Service
-from nanoinfer.speed.options import Speed
+from nanoinfer.speed.options import spoken
 
 LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]", "::1"]
 
@@ -58,7 +58,7 @@ def serve(
     """
     listener = _listen(host, port)  # before the model is loaded: a port that is taken is known at once
     try:
-        options = {} if speed is None else {"speed": speed_option(speed)}
+        options = {} if speed is None else {"speed": spoken(speed)}
         engine = load(
             model,
             "auto" if speed is None else "continuous",
@@ -95,11 +95,6 @@ def serve(
     )
     with suppress(KeyboardInterrupt):  # it has drained by then, and only passes the signal on
         uvicorn.Server(config).run(sockets=[listener])
-
-
-def speed_option(words: str) -> Speed:
-    """``plain``, or words of :class:`Speed`."""
-    return Speed() if words == "plain" else Speed.parse(words)
 
 
 def _is_local(host: str) -> bool:

@@ -57,3 +57,8 @@ class Speed:
             raise RequestError(f"weights can be of one kind: give {' or '.join(weights)}")
         on = {name: name in words for name in switches}
         return cls(weights=weights[0] if weights else None, **on)  # type: ignore[arg-type]
+
+
+def spoken(words: str) -> Speed:
+    """``plain`` for none of them, or words of :meth:`Speed.parse`: what ``serve`` and ``bench`` take as ``--speed``."""
+    return Speed() if words == "plain" else Speed.parse(words)
