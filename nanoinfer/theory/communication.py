@@ -1,0 +1,215 @@
+"""Bytes on the wire: what each way to split a model makes its devices say to each other, call by call.
+
+:mod:`nanoinfer.parallel` runs these splits and counts what it sends; the counts here equal those exactly, so that a
+split can be costed for machines that nobody has at hand. A message takes ``alpha + bytes / bandwidth``.
+
+Symbols as in :class:`~nanoinfer.models.config.ModelConfig`; ``b`` is bytes per element. Sources: Patarasuk and Yuan
+(2009) for the bytes of a ring; Shoeybi et al., "Megatron-LM" (2019) for tensor parallel; Huang et al., "GPipe" (2019)
+for the bubble; Liu et al., "Ring Attention" (2023); Lepikhin et al., "GShard" (2020) for experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from nanoinfer.errors import RequestError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.theory import arithmetic, capacity
+from nanoinfer.theory.parameters import check_sizes
+
+#: Bytes of a token's id, and of a count.
+INT64: Final = 8
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one collective with messages of one size.
+
+    Attributes:
+        kind: as :class:`nanoinfer.parallel.wire.Sent` names it.
+        calls: how many.
+        message: bytes of the tensor that one call hands over; of all parts, for ``all-to-all``.
+        sent: bytes that leave one rank in all these calls together.
+    """
+
+    kind: str
+    calls: int
+    message: float
+    sent: float
+
+
+def all_reduce(calls: int, message: float, n: int) -> Traffic:
+    """Each of ``n`` ranks ends with the sum; round a ring each sends ``2 (n-1)/n`` of a message."""
+    return Traffic("all-reduce", calls, message, calls * 2 * (n - 1) / n * message)
+
+
+def all_gather(calls: int, message: float, n: int) -> Traffic:
+    """Each of ``n`` ranks ends with everybody's message; round a ring each sends ``n-1`` of them."""
+    return Traffic("all-gather", calls, message, calls * (n - 1) * message)
+
+
+def all_to_all(calls: int, message: float, n: int) -> Traffic:
+    """Each of ``n`` ranks has a part for each other one, even shares taken: it keeps ``1/n`` of its message."""
+    return Traffic("all-to-all", calls, message, calls * (n - 1) / n * message)
+
+
+def sent_bytes(traffic: Iterable[Traffic]) -> float:
+    """Bytes that leave one rank."""
+    return sum(part.sent for part in traffic)
+
+
+def seconds(traffic: Iterable[Traffic], alpha: float, bandwidth: float) -> float:
+    """One call after the other: ``alpha`` seconds each, however small, and bytes over ``bandwidth`` bytes/s."""
+    return sum(part.calls * alpha + part.sent / bandwidth for part in traffic)
+
+
+# --- the splits ---------------------------------------------------------------------
+
+
+def tensor_parallel(
+    config: ModelConfig, tokens: int, n: int, itemsize: int, ends: int, *, embeds: bool = True
+) -> tuple[Traffic, ...]:
+    """Of one pass over ``tokens`` tokens (of all rows), each layer shared by ``n`` devices.
+
+    Two all-reduces a layer of ``tokens * d * b`` bytes, behind attention's output and the feed-forward part; one more
+    of that size behind the embedding, whose vocabulary is split (``embeds``); one all-gather of logits, of which each
+    device has ``[ends, ceil(V / n)]``.
+
+    Raises:
+        RequestError: sizes below 1, or heads that ``n`` does not divide.
+    """
+    check_sizes(tokens=tokens, itemsize=itemsize)
+    capacity.check_tp(config, n)
+    if n == 1:
+        return ()
+    reduces = all_reduce(2 * config.n_layers + embeds, tokens * config.d_model * itemsize, n)
+    if not ends:
+        return (reduces,)
+    return reduces, all_gather(1, ends * math.ceil(config.vocab_size / n) * itemsize, n)
+
+
+def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
+    """Rows of each micro-batch, as even as can be, the larger ones first. Raises :class:`RequestError`."""
+    check_sizes(rows=rows, micro_batches=micro_batches)
+    if micro_batches > rows:
+        raise RequestError(f"{rows} rows do not fill {micro_batches} micro-batches; take at most {rows}")
+    size, larger = divmod(rows, micro_batches)
+    return (size + 1,) * larger + (size,) * (micro_batches - larger)
+
+
+def pipeline_parallel(
+    config: ModelConfig, rows: int, tokens: int, p: int, itemsize: int, micro_batches: int
+) -> tuple[Traffic, ...]:
+    """Of one pass over ``rows`` rows of ``tokens`` new tokens each, through ``p`` stages.
+
+    Every stage but the last sends the next one each micro-batch's hidden states, ``rows_i * tokens * d * b`` bytes;
+    then the last one broadcasts the chosen ids of all rows. The sends here are those across ONE of the ``p - 1``
+    boundaries, the broadcast that of the last stage.
+
+    Raises:
+        RequestError: sizes below 1, more stages than layers, more micro-batches than rows.
+    """
+    check_sizes(tokens=tokens, p=p, itemsize=itemsize)
+    parts = Counter(micro_batch_rows(rows, micro_batches))
+    if p > config.n_layers:
+        raise RequestError(f"{config.n_layers} layers do not fill {p} stages; take at most {config.n_layers}")
+    if p == 1:
+        return ()
+    per_row = tokens * config.d_model * itemsize
+    hops = (Traffic("send", n, size * per_row, n * size * per_row) for size, n in parts.items())
+    return *hops, Traffic("broadcast", 1, rows * INT64, rows * INT64)
+
+
+def bubble(p: int, m: int) -> float:
+    """Share of time in which a stage waits when ``m`` micro-batches pass ``p`` stages: ``(p-1) / (m+p-1)``."""
+    check_sizes(p=p, m=m)
+    return (p - 1) / (m + p - 1)
+
+
+def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
+    """Of the prefill of ``rows`` prompts of ``tokens`` each, ``c = ceil(tokens / n)`` of them on each of ``n`` devices.
+
+    In each layer keys and values go round the ring: ``n - 1`` exchanges of ``rows * c * 2 n_kv d_h b`` bytes. (MLA:
+    ``r + d_rope`` numbers in place of ``2 n_kv d_h``.)
+
+    Raises:
+        RequestError: sizes below 1, or more devices than tokens.
+    """
+    check_sizes(rows=rows, tokens=tokens, n=n, itemsize=itemsize)
+    if n > tokens:
+        raise RequestError(f"{tokens} tokens cannot be spread over {n} devices; take at most {tokens}")
+    if n == 1:
+        return ()
+    message = rows * math.ceil(tokens / n) * arithmetic.kv_width(config) * itemsize
+    calls = config.n_layers * (n - 1)
+    return (Traffic("exchange", calls, message, calls * message),)
+
+
+def context_parallel_decode(config: ModelConfig, rows: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
+    """Of one decode step over a cache that is spread over ``n`` devices.
+
+    In each layer every device attends to its part, and one all-gather brings the partial outputs together with the
+    log-sum-exp of each: ``rows * n_q * (d_v + 1) * b`` bytes.
+
+    Raises:
+        RequestError: sizes below 1.
+    """
+    check_sizes(rows=rows, n=n, itemsize=itemsize)
+    if n == 1:
+        return ()
+    width = config.d_head if config.mla is None else config.mla.kv_lora_rank
+    return (all_gather(config.n_layers, rows * config.n_heads * (width + 1) * itemsize, n),)
+
+
+def ring_hidden_tokens(
+    config: ModelConfig, flops_per_s: float, link: float, itemsize: int, *, balanced: bool = True
+) -> float:
+    """Tokens a device from which a ring's exchange takes no longer than the arithmetic beside it.
+
+    ``c`` tokens send ``2 c n_kv d_h b`` bytes while ``4 c^2 n_q d_h`` FLOPs are done, so ``c >= C b n_kv / (2 W
+    n_q)``. Causal work that is ``balanced`` over the devices is half of that, and ``c`` twice as large.
+
+    Args:
+        config: the model.
+        flops_per_s: ``C``, of one device.
+        link: ``W``, bytes/s one way to the next device.
+        itemsize: ``b``.
+        balanced: causal; False for attention to everything.
+    """
+    work = arithmetic.pair_flops(config) / (2 if balanced else 1)
+    return flops_per_s * arithmetic.kv_width(config) * itemsize / (link * work)
+
+
+def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
+    """Of one pass in which each of ``n`` devices has ``tokens_local`` tokens and ``E / n`` experts, in expectation.
+
+    In each layer with experts an all-to-all of counts (``E`` of them) says what will come, one brings each token to
+    its ``k`` experts and one brings the answers back: ``tokens_local * k * d * b`` bytes each, of which ``(n-1)/n``
+    leave where tokens choose evenly. The busiest device's bytes are that times its load over the mean one.
+
+    Raises:
+        RequestError: sizes below 1, a model without experts, or experts that ``n`` does not divide.
+    """
+    check_sizes(tokens_local=tokens_local, n=n, itemsize=itemsize)
+    check_ep(config, n)
+    if n == 1 or config.moe is None:
+        return ()
+    layers = sum(config.has_experts(i) for i in range(config.n_layers))
+    tokens = all_to_all(2 * layers, tokens_local * config.moe.top_k * config.d_model * itemsize, n)
+    return all_to_all(layers, config.moe.n_experts * INT64, n), tokens
+
+
+def check_ep(config: ModelConfig, n: int) -> None:
+    """Raise :class:`RequestError` where ``n`` devices cannot share a model's experts evenly."""
+    check_sizes(ep=n)
+    if n == 1:
+        return
+    if config.moe is None:
+        raise RequestError(f"ep {n} spreads experts and this model has none: take --tp, --pp or --replicas")
+    if config.moe.n_experts % n:
+        even = [str(i) for i in range(1, config.moe.n_experts + 1) if config.moe.n_experts % i == 0]
+        raise RequestError(f"ep {n} does not divide {config.moe.n_experts} experts; take one of {', '.join(even)}")
