@@ -87,9 +87,12 @@ def tensor_parallel(
     if n == 1:
         return ()
     reduces = all_reduce(2 * config.n_layers + embeds, tokens * config.d_model * itemsize, n)
-    if not ends:
-        return (reduces,)
-    return reduces, all_gather(1, ends * math.ceil(config.vocab_size / n) * itemsize, n)
+    return (reduces, logits_gather(config, ends, n, itemsize)) if ends else (reduces,)
+
+
+def logits_gather(config: ModelConfig, ends: int, n: int, itemsize: int) -> Traffic:
+    """The all-gather of logits that ends a pass whose head is split over ``n`` devices."""
+    return all_gather(1, ends * math.ceil(config.vocab_size / n) * itemsize, n)
 
 
 def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:

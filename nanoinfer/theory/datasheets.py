@@ -18,6 +18,11 @@ Rates = Mapping[str, float | None]
 
 #: An assumption, not a datasheet figure: the order of magnitude for ranks of one server.
 ALPHA_US: Final = 8.0
+#: Between servers: NCCL's own cost model takes a message up and down a tree at 5.0 us a network step
+#: (src/graph/tuning.cc, https://github.com/NVIDIA/nccl), so each doubling of the servers costs this much.
+NETWORK_ALPHA_US: Final = 10.0
+#: An assumption: the same through the kernel's TCP stack. RDMA over Ethernet (RoCE) comes near InfiniBand.
+TCP_ALPHA_US: Final = 50.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Link:
     ``latency_us`` is alpha in microseconds per ALL-REDUCE of a small message: one whole
     collective call, launch included, neither per hop nor per message. (Chen counts four
     messages a layer at 8 us each, a V100-era guess; counted per all-reduce it is two a layer.)
-    No vendor publishes it: measure it where there are several ranks.
+    Of links between servers it is that of two servers. No vendor publishes it: measure it where
+    there are several ranks.
     """
 
     name: str
@@ -43,6 +49,7 @@ class Link:
     source: Source
     latency_us: float = ALPHA_US
     note: str = ""
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ def rates(
 _NVLINK = Source("NVIDIA NVLink and NVLink Switch", "https://www.nvidia.com/en-us/data-center/nvlink/")
 _PCIE = Source("PCI-SIG specifications", "https://pcisig.com/specifications")
 _INFINIBAND = Source("NVIDIA Quantum-2 InfiniBand platform", "https://www.nvidia.com/en-us/networking/quantum2/")
+_ETHERNET = Source("IEEE 802.3 Ethernet", "https://www.ieee802.org/3/")
 _MI300X = Source("AMD Instinct MI300X", "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html")
 _MI355X = Source("AMD Instinct MI355X", "https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html")
 _TPU = Source("Cloud TPU documentation", "https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm")
@@ -107,11 +115,22 @@ NVLINK4 = Link(
     "about 150 at 58 MB, and near 480 with it",
 )  # fmt: skip
 NVLINK5 = Link("NVLink 5", 900, _NVLINK, note="B200: 1800 GB/s both ways together")
-PCIE3 = Link("PCIe 3 x16", 15.75, _PCIE, note="8 GT/s x 16 lanes x 128/130")
-PCIE4 = Link("PCIe 4 x16", 31.5, _PCIE, note="16 GT/s x 16 lanes x 128/130")
-PCIE5 = Link("PCIe 5 x16", 63.0, _PCIE, note="32 GT/s x 16 lanes x 128/130")
-NDR400 = Link("InfiniBand NDR-400", 50, _INFINIBAND, note="between servers: 400 Gbit/s a port; alpha is longer there")
-XGMI_MI300X = Link("xGMI MI300X", 448, _MI300X, note="7 links of 64 GB/s; a pair of GPUs has one link, 64 GB/s")
+PCIE3 = Link("PCIe 3 x16", 15.75, _PCIE, note="8 GT/s x 16 lanes x 128/130", aliases=("pcie3",))
+PCIE4 = Link("PCIe 4 x16", 31.5, _PCIE, note="16 GT/s x 16 lanes x 128/130", aliases=("pcie4",))
+PCIE5 = Link("PCIe 5 x16", 63.0, _PCIE, note="32 GT/s x 16 lanes x 128/130", aliases=("pcie5",))
+NDR400 = Link(
+    "InfiniBand NDR-400", 50, _INFINIBAND, NETWORK_ALPHA_US, "between servers: 400 Gbit/s a port",
+    ("ib-ndr", "InfiniBand NDR", "ndr400"),
+)  # fmt: skip
+ETHERNET100 = Link(
+    "Ethernet 100G", 12.5, _ETHERNET, TCP_ALPHA_US, "between servers: 100 Gbit/s a port; alpha of TCP", ("100GbE",)
+)
+ETHERNET400 = Link(
+    "Ethernet 400G", 50, _ETHERNET, TCP_ALPHA_US, "between servers: 400 Gbit/s a port; alpha of TCP", ("400GbE",)
+)
+XGMI_MI300X = Link(
+    "xGMI MI300X", 448, _MI300X, note="7 links of 64 GB/s; a pair of GPUs has one link, 64 GB/s", aliases=("xgmi",)
+)
 XGMI_MI355X = Link("xGMI MI355X", 537.6, _MI355X, note="7 links of 76.8 GB/s; a pair of GPUs has one link")
 ICI_V5E = Link("ICI v5e", 200, _TPU, note="all ports of a chip; 400 GB/s both ways together")
 ICI_V5P = Link("ICI v5p", 600, _TPU, note="all ports of a chip; 1200 GB/s both ways together")
@@ -121,7 +140,7 @@ ROCE_GAUDI3 = Link("Gaudi 3 Ethernet", 600, _GAUDI3, note="24 ports of 200 Gbit/
 LINKS: Final = {
     row.name: row
     for row in (
-        NVLINK2, NVLINK3, NVLINK4, NVLINK5, PCIE3, PCIE4, PCIE5, NDR400,
+        NVLINK2, NVLINK3, NVLINK4, NVLINK5, PCIE3, PCIE4, PCIE5, NDR400, ETHERNET100, ETHERNET400,
         XGMI_MI300X, XGMI_MI355X, ICI_V5E, ICI_V5P, ICI_V6E, ROCE_GAUDI3,
     )
 }  # fmt: skip

@@ -58,7 +58,7 @@ def _index() -> dict[str, Device]:
 
 
 _BY_KEY: Final = _index()
-_LINKS_BY_KEY: Final = {_key(name): row for name, row in LINKS.items()}
+_LINKS_BY_KEY: Final = {_key(name): row for row in LINKS.values() for name in (row.name, *row.aliases)}
 
 
 def device(name: str) -> Device:
@@ -75,10 +75,11 @@ def device(name: str) -> Device:
 
 
 def link(name: str) -> Link:
-    """The link of that name (``nvlink4``, ``PCIe 5 x16``). Raises :class:`DeviceError` with the nearest names."""
+    """The link of that name (``nvlink5``, ``ib-ndr``). Raises :class:`DeviceError` with the nearest names."""
     found = _LINKS_BY_KEY.get(_key(name))
     if found is None:
-        raise DeviceError(f"unknown link '{name}'; {nearest(name.lower(), [known.lower() for known in LINKS])}")
+        names = [known.lower() for row in LINKS.values() for known in (row.name, *row.aliases)]
+        raise DeviceError(f"unknown link '{name}'; {nearest(name.lower(), names)}")
     return found
 
 

@@ -17,17 +17,17 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.theory import arithmetic, capacity
+from nanoinfer.theory import arithmetic, capacity, communication
 from nanoinfer.theory.parameters import bytes_per_element, check_sizes, head_matrix, layer_matrices
 from nanoinfer.theory.roofline import (
     Machine,
     Operator,
     Phase,
     Step,
-    _all_reduces,
     _bound,
     _product,
     _products,
+    _shared,
     _side,
     _small,
 )
@@ -53,8 +53,7 @@ def mixed_step(config: ModelConfig, machine: Machine, rows: Rows, ends: int, tp:
     operators = _products(config, machine, packed, ends, element, tp)
     operators.append(_attention(config, machine, rows, tp))
     operators.append(_small(phase, config, machine, packed, element))
-    if tp > 1:
-        operators.append(_all_reduces(config, machine, packed, element, tp))
+    operators += _shared(config, machine, packed, ends, element, tp)
     return Step(phase, len(rows), max(old + new for old, new in rows), machine, tuple(operators))
 
 
@@ -114,14 +113,16 @@ class StepTimes:
             config, machine, element, tp = self.config, self.machine, self._element, self.tp
             found = sum(n * _product(m, machine, packed, element, tp).seconds for m, n in self._matrices.items())
             found += _small(phase, config, machine, packed, element).seconds
-            if tp > 1:
-                found += _all_reduces(config, machine, packed, element, tp).seconds
+            found += sum(op.seconds for op in _shared(config, machine, packed, 0, element, tp))
             self._bases[packed, phase] = found
         return found
 
     def _head(self, ends: int) -> float:
         if (found := self._heads.get(ends)) is None:
-            found = _product(head_matrix(self.config), self.machine, ends, self._element, self.tp).seconds
+            config, machine, element, tp = self.config, self.machine, self._element, self.tp
+            found = _product(head_matrix(config), machine, ends, element, tp).seconds
+            if tp > 1:
+                found += machine.network.seconds((communication.logits_gather(config, ends, tp, element),), tp)
             self._heads[ends] = found
         return found
 

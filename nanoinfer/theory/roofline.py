@@ -20,8 +20,9 @@ from typing import Literal, Protocol
 
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.theory import arithmetic, capacity, hardware
+from nanoinfer.theory import arithmetic, capacity, communication, hardware
 from nanoinfer.theory.curves import OperatorCurves, between
+from nanoinfer.theory.network import Network
 from nanoinfer.theory.parameters import (
     Matrix,
     bytes_per_element,
@@ -31,7 +32,8 @@ from nanoinfer.theory.parameters import (
     layer_matrices,
 )
 
-Bound = Literal["compute", "memory", "launch", "link"]
+#: What an operator waits for; ``idle`` is a device that waits for the others.
+Bound = Literal["compute", "memory", "launch", "link", "idle"]
 Phase = Literal["prefill", "decode"]
 
 #: Operators of one layer of our models beside its matrix products: norms, rotation, attention, cache, residuals.
@@ -68,7 +70,8 @@ class Machine:
     ``linear`` holds measured ``(rows, FLOP/s)`` of products whose weights come from memory; where it is
     empty, a product runs at ``peak`` or at ``bandwidth``, whichever is slower. ``curves``, timings of one
     model's own operators, take the place of all rates for that model. ``link`` is bytes/s one way
-    to each neighbour and ``alpha`` the seconds that one collective costs however small it is.
+    to each neighbour and ``alpha`` the seconds that one collective costs however small it is; ``nodes_link``
+    and ``nodes_alpha`` are the same between servers of ``gpus_per_node`` devices, ``None`` where there is one.
     """
 
     name: str
@@ -81,6 +84,9 @@ class Machine:
     curves: OperatorCurves | None = None
     link: float | None = None
     alpha: float = 8e-6
+    nodes_link: float | None = None
+    nodes_alpha: float = 10e-6
+    gpus_per_node: int = 8
 
     @classmethod
     def datasheet(cls, name: str, dtype: str = "bfloat16", launch_s: float = 0.0) -> Machine:
@@ -102,6 +108,13 @@ class Machine:
         linear = tuple((r, ceilings.flops_at(dtype, r, streamed=True)) for r in rows)
         small, product = ceilings.launch_seconds(dtype)
         return cls(ceilings.device_name, dtype, ceilings.peak(dtype), ceilings.read_bandwidth, small, product, linear)
+
+    @property
+    def network(self) -> Network:
+        """Its links. Raises :class:`RequestError` where there are none."""
+        if self.link is None:
+            raise RequestError(f"{self.name} has no link in the table, so no split can be predicted: name one (--link)")
+        return Network(self.link, self.alpha, self.nodes_link, self.nodes_alpha, self.gpus_per_node)
 
     @property
     def ridge(self) -> float:
@@ -199,8 +212,7 @@ def _step(
     operators = _products(config, machine, rows, batch, element, tp)
     operators.append(_attention(config, machine, batch, new, context, tp))
     operators.append(_small(phase, config, machine, rows, element))
-    if tp > 1:
-        operators.append(_all_reduces(config, machine, rows, element, tp))
+    operators += _shared(config, machine, rows, batch, element, tp)
     return Step(phase, batch, context, machine, tuple(operators))
 
 
@@ -223,21 +235,20 @@ def _product(matrix: Matrix, machine: Machine, rows: int, element: int, tp: int)
     flops = 2.0 * rows * matrix.used * matrix.rows * matrix.columns / tp
     weights = touched * matrix.size * element / tp
     nbytes = weights + rows * matrix.used * (matrix.rows / tp + matrix.columns) * element
-    side = _side(machine, flops, nbytes)
     if machine.curves is not None and tp == 1:
-        return Operator(matrix.name, flops, nbytes, 1, machine.curves.products[matrix.name].at(rows), side)
+        seconds = machine.curves.products[matrix.name].at(rows)
+        return Operator(matrix.name, flops, nbytes, 1, seconds, _side(machine, flops, nbytes))
+    return _timed(matrix.name, machine, flops, nbytes, rows * matrix.used / touched)
+
+
+def _timed(name: str, machine: Machine, flops: float, nbytes: float, rows: float) -> Operator:
+    """One product at the machine's rates; ``rows`` are those that each weight meets."""
+    launch = machine.linear_launch_s
     if machine.linear:
-        arithmetic_s = flops / machine.linear_rate(max(1, round(rows * matrix.used / touched)))
-        return Operator(matrix.name, flops, nbytes, 1, arithmetic_s + machine.linear_launch_s, side)
+        seconds = flops / machine.linear_rate(max(1, round(rows))) + launch
+        return Operator(name, flops, nbytes, 1, seconds, _side(machine, flops, nbytes))
     compute, memory = flops / machine.peak, nbytes / machine.bandwidth
-    return Operator(
-        matrix.name,
-        flops,
-        nbytes,
-        1,
-        max(compute, memory) + machine.linear_launch_s,
-        _bound(compute, memory, machine.linear_launch_s),
-    )
+    return Operator(name, flops, nbytes, 1, max(compute, memory) + launch, _bound(compute, memory, launch))
 
 
 def _attention(config: ModelConfig, machine: Machine, batch: int, new: int, context: int, tp: int) -> Operator:
@@ -273,16 +284,18 @@ def _small(phase: Phase, config: ModelConfig, machine: Machine, rows: int, eleme
     return Operator("small operators", 0.0, nbytes, calls, memory + launch, "launch" if launch > memory else "memory")
 
 
-def _all_reduces(config: ModelConfig, machine: Machine, rows: int, element: int, tp: int) -> Operator:
-    """Two all-reduces a layer: ``2 (n-1)/n * bytes / link + alpha`` each, a ring's time."""
-    if machine.link is None:
-        raise RequestError(
-            f"{machine.name} has no link in the table, so tensor parallel cannot be predicted: take tp 1"
-        )
-    message = rows * config.d_model * element
-    calls = 2 * config.n_layers
-    moved = calls * 2 * (tp - 1) / tp * message
-    return Operator("all-reduce", 0.0, moved, calls, moved / machine.link + calls * machine.alpha, "link")
+def _shared(
+    config: ModelConfig, machine: Machine, tokens: int, ends: int, element: int, tp: int, embeds: bool = True
+) -> list[Operator]:
+    """What the devices that share each layer say to each other: see :func:`communication.tensor_parallel`."""
+    if tp == 1:
+        return []
+    traffic = communication.tensor_parallel(config, tokens, tp, element, ends, embeds=embeds)
+    return [_link(part.kind, part, machine.network.seconds((part,), tp)) for part in traffic if part.calls]
+
+
+def _link(name: str, part: communication.Traffic, seconds: float) -> Operator:
+    return Operator(name, 0.0, part.sent, part.calls, seconds, "link")
 
 
 def _side(machine: Machine, flops: float, nbytes: float) -> Bound:
