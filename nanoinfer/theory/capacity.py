@@ -119,8 +119,8 @@ def fit(
     def total(batch: int, tokens: int) -> float:
         return where_bytes_go(config, batch, tokens, dtype, tp=tp, block=block).total
 
-    batch = _largest(lambda n: total(n, context) <= usable, 2**40)
-    longest = _largest(lambda n: total(1, n) <= usable, config.context)
+    batch = largest(lambda n: total(n, context) <= usable, 2**40)
+    longest = largest(lambda n: total(1, n) <= usable, config.context)
     per_block = arithmetic.kv_bytes_per_token(config, dtype) * kv_share(config, tp) * block
     blocks = int((usable - weights) // per_block)
     limit = "the model's context" if longest == config.context and batch else "memory for the KV cache"
@@ -128,7 +128,7 @@ def fit(
     return Fit(memory, usable, context, batch, longest, blocks, used, limit)
 
 
-def _largest(fits: object, most: int) -> int:
+def largest(fits: object, most: int) -> int:
     """The largest n up to ``most`` that fits, 0 if not even 1 does; ``fits`` is true up to some n and false beyond."""
     assert callable(fits)
     low, high = 0, 1
