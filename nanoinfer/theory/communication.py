@@ -23,6 +23,8 @@ from nanoinfer.theory.parameters import check_sizes
 
 #: Bytes of a token's id, and of a count.
 INT64: Final = 8
+#: Bytes of a number of a partial attention: those that are to be merged are kept exact.
+FP32: Final = 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ def all_gather(calls: int, message: float, n: int) -> Traffic:
 def all_to_all(calls: int, message: float, n: int) -> Traffic:
     """Each of ``n`` ranks has a part for each other one, even shares taken: it keeps ``1/n`` of its message."""
     return Traffic("all-to-all", calls, message, calls * (n - 1) / n * message)
+
+
+def broadcast(message: float) -> Traffic:
+    """One rank's message for everybody: along a chain it leaves each rank once. The bytes are those of that rank."""
+    return Traffic("broadcast", 1, message, message)
 
 
 def sent_bytes(traffic: Iterable[Traffic]) -> float:
@@ -124,7 +131,7 @@ def pipeline_parallel(
         return ()
     per_row = tokens * config.d_model * itemsize
     hops = (Traffic("send", n, size * per_row, n * size * per_row) for size, n in parts.items())
-    return *hops, Traffic("broadcast", 1, rows * INT64, rows * INT64)
+    return *hops, broadcast(rows * INT64)
 
 
 def bubble(p: int, m: int) -> float:
@@ -137,7 +144,8 @@ def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsi
     """Of the prefill of ``rows`` prompts of ``tokens`` each, ``c = ceil(tokens / n)`` of them on each of ``n`` devices.
 
     In each layer keys and values go round the ring: ``n - 1`` exchanges of ``rows * c * 2 n_kv d_h b`` bytes. (MLA:
-    ``r + d_rope`` numbers in place of ``2 n_kv d_h``.)
+    ``r + d_rope`` numbers in place of ``2 n_kv d_h``.) Then who has the last token broadcasts its hidden state,
+    ``rows * d * b`` bytes, and who chooses broadcasts the ids.
 
     Raises:
         RequestError: sizes below 1, or more devices than tokens.
@@ -149,23 +157,24 @@ def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsi
         return ()
     message = rows * math.ceil(tokens / n) * arithmetic.kv_width(config) * itemsize
     calls = config.n_layers * (n - 1)
-    return (Traffic("exchange", calls, message, calls * message),)
+    ring = Traffic("exchange", calls, message, calls * message)
+    return ring, broadcast(rows * config.d_model * itemsize), broadcast(rows * INT64)
 
 
-def context_parallel_decode(config: ModelConfig, rows: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
+def context_parallel_decode(config: ModelConfig, rows: int, n: int) -> tuple[Traffic, ...]:
     """Of one decode step over a cache that is spread over ``n`` devices.
 
     In each layer every device attends to its part, and one all-gather brings the partial outputs together with the
-    log-sum-exp of each: ``rows * n_q * (d_v + 1) * b`` bytes.
+    log-sum-exp of each, in fp32: ``rows * n_q * (d_h + 1) * 4`` bytes. Then who chooses broadcasts the ids.
 
     Raises:
         RequestError: sizes below 1.
     """
-    check_sizes(rows=rows, n=n, itemsize=itemsize)
+    check_sizes(rows=rows, n=n)
     if n == 1:
         return ()
     width = config.d_head if config.mla is None else config.mla.kv_lora_rank
-    return (all_gather(config.n_layers, rows * config.n_heads * (width + 1) * itemsize, n),)
+    return all_gather(config.n_layers, rows * config.n_heads * (width + 1) * FP32, n), broadcast(rows * INT64)
 
 
 def ring_hidden_tokens(
@@ -190,9 +199,10 @@ def ring_hidden_tokens(
 def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
     """Of one pass in which each of ``n`` devices has ``tokens_local`` tokens and ``E / n`` experts, in expectation.
 
-    In each layer with experts an all-to-all of counts (``E`` of them) says what will come, one brings each token to
-    its ``k`` experts and one brings the answers back: ``tokens_local * k * d * b`` bytes each, of which ``(n-1)/n``
-    leave where tokens choose evenly. The busiest device's bytes are that times its load over the mean one.
+    An all-reduce of one number tells whether anybody has anything to do. In each layer with experts an all-to-all of
+    counts (``E`` of them) says what will come, one brings each token to its ``k`` experts and one brings the answers
+    back: ``tokens_local * k * d * b`` bytes each, of which ``(n-1)/n`` leave where tokens choose evenly. The busiest
+    device's bytes are that times its load over the mean one.
 
     Raises:
         RequestError: sizes below 1, a model without experts, or experts that ``n`` does not divide.
@@ -203,7 +213,7 @@ def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: in
         return ()
     layers = sum(config.has_experts(i) for i in range(config.n_layers))
     tokens = all_to_all(2 * layers, tokens_local * config.moe.top_k * config.d_model * itemsize, n)
-    return all_to_all(layers, config.moe.n_experts * INT64, n), tokens
+    return all_reduce(1, INT64, n), all_to_all(layers, config.moe.n_experts * INT64, n), tokens
 
 
 def check_ep(config: ModelConfig, n: int) -> None:

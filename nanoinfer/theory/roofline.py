@@ -317,7 +317,7 @@ def _add(into: dict[str, Operator], op: Operator) -> None:
             old,
             flops=old.flops + op.flops,
             nbytes=old.nbytes + op.nbytes,
-            calls=old.calls + 1,
+            calls=old.calls + op.calls,
             seconds=old.seconds + op.seconds,
         )
     )

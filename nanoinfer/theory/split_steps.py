@@ -17,7 +17,7 @@ With one device each is :mod:`nanoinfer.theory.roofline`'s own step. Sources: :m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nanoinfer.errors import RequestError
@@ -104,7 +104,10 @@ def _step(
         operators = _experts(phase, config, machine, split.ep, batch, new, context, imbalance)
     else:
         operators = list(roofline._step(phase, config, machine, batch, new, context, split.tp).operators)
-    return Step(phase, batch, context, machine, tuple(operators))
+    merged: dict[str, Operator] = {}
+    for op in operators:
+        roofline._add(merged, op)
+    return Step(phase, batch, context, machine, tuple(merged.values()))
 
 
 # --- pipeline parallel ----------------------------------------------------------------
@@ -168,26 +171,31 @@ def _seconds(operators: Sequence[Operator]) -> float:
 def _ring(config: ModelConfig, machine: Machine, split: Split, batch: int, tokens: int) -> list[Operator]:
     """A prefill whose tokens are spread evenly, causal work too; exchanges run beside the attention."""
     cp, tp, element = split.cp, split.tp, bytes_per_element(machine.dtype)
-    (ring,) = communication.context_parallel(config, batch, tokens, cp, element)
+    ring, *ends = communication.context_parallel(config, batch, tokens, cp, element)
     ring = _part(ring, capacity.kv_share(config, tp))
     own = roofline._step("prefill", config, machine, batch, *[math.ceil(tokens / cp)] * 2, tp).operators
     whole = roofline._attention(config, machine, batch, tokens, tokens, tp)
     attention = _divided(whole, machine, config.n_layers, cp)
-    exchange = machine.network.seconds((ring,), cp, tp)
     # The first of cp parts is a device's own; each of the others comes while the one before it is worked on.
-    exposed = max(0.0, exchange - attention.seconds * (cp - 1) / cp)
+    hidden = attention.seconds * (cp - 1) / cp
+    exposed = max(0.0, machine.network.seconds((ring,), cp, tp) - hidden)
     operators = [attention if op.name == "attention" else op for op in own]
-    return [*operators, roofline._link("exchange, what attention does not hide", ring, exposed)]
+    operators.append(roofline._link("exchange, what attention does not hide", ring, exposed))
+    return [*operators, *_said(ends, machine, cp, tp)]
 
 
 def _spread_cache(config: ModelConfig, machine: Machine, split: Split, batch: int, context: int) -> list[Operator]:
     """A decode step in which every device does all products and attends to its part of the cache."""
-    cp, tp, element = split.cp, split.tp, bytes_per_element(machine.dtype)
+    cp, tp = split.cp, split.tp
     own = roofline._step("decode", config, machine, batch, 1, context, tp).operators
-    gather = _part(communication.context_parallel_decode(config, batch, cp, element)[0], 1 / tp)
+    gather, ids = communication.context_parallel_decode(config, batch, cp)
     operators = [_divided(op, machine, config.n_layers, cp, read=cp) if op.name == "attention" else op for op in own]
-    merge = roofline._link("all-gather of partial attention", gather, machine.network.seconds((gather,), cp, tp))
-    return [*operators, merge]
+    return [*operators, *_said((_part(gather, 1 / tp), ids), machine, cp, tp)]
+
+
+def _said(traffic: Iterable[Traffic], machine: Machine, n: int, stride: int = 1) -> Iterator[Operator]:
+    """The calls of a group as operators."""
+    return (roofline._link(part.kind, part, machine.network.seconds((part,), n, stride)) for part in traffic)
 
 
 def _divided(op: Operator, machine: Machine, layers: int, n: int, read: int = 1) -> Operator:
@@ -220,10 +228,8 @@ def _experts(
             if matrix.copies > 1:
                 roofline._add(experts, _expert(matrix, machine, batch * new, element, ep, imbalance))
     operators = [experts.get(op.name, op) for op in own]
-    counts, tokens = communication.expert_parallel(config, rows * new, ep, element)
-    for name, part in (("all-to-all of counts", counts), ("all-to-all of tokens", _part(tokens, imbalance))):
-        operators.append(roofline._link(name, part, machine.network.seconds((part,), ep)))
-    return operators
+    *small, tokens = communication.expert_parallel(config, rows * new, ep, element)
+    return [*operators, *_said((*small, _part(tokens, imbalance)), machine, ep)]
 
 
 def _expert(matrix: Matrix, machine: Machine, tokens: int, element: int, ep: int, imbalance: float) -> Operator:
