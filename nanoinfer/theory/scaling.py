@@ -1,0 +1,144 @@
+"""From one device to a thousand: what each way to split a model gives, and where it stops paying.
+
+Two questions have two answers. Does one more device make anybody's answer come sooner? And does it still do its share
+of the work, or do tokens get dearer?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from nanoinfer.errors import RequestError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory.roofline import Machine, Step
+from nanoinfer.theory.split import Split, memory
+from nanoinfer.theory.split_steps import decode_step, prefill_step
+
+Way = Literal["tp", "pp", "cp", "ep", "replicas"]
+WAYS: Final[tuple[Way, ...]] = ("tp", "pp", "cp", "ep", "replicas")
+#: One device, two, four, ... 1,024.
+DOUBLINGS: Final = tuple(2**i for i in range(11))
+#: A step is shorter only if it is so by more than this share.
+NOTICED: Final = 0.01
+#: A device pays while it yields at least this share of the tokens that one yields where there are fewest.
+PAYS: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of devices.
+
+    Attributes:
+        split: what they do.
+        fits: whether weights and cache do.
+        rows: that all replicas decode together.
+        prefill_s: seconds of a replica's prefill.
+        decode_s: seconds of a decode step: what a user waits for a token.
+        tokens_per_s: of all devices, while they decode.
+        efficiency: tokens/s a device, over those of the fewest devices that the model fits.
+        link_share: of the decode step's time, how much goes to messages and to waiting for other devices.
+        prefill_link_share: the same of the prefill.
+    """
+
+    split: Split
+    fits: bool
+    rows: int
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    efficiency: float
+    link_share: float
+    prefill_link_share: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One way to split, from few devices to many; ``ends`` says why there are no more points."""
+
+    way: Way
+    points: tuple[Point, ...]
+    ends: str
+
+    def best_latency(self, phase: Literal["prefill", "decode"] = "decode") -> Point:
+        """The point behind which more devices no longer make the phase shorter."""
+        best = self.points[0]
+        for point in self.points[1:]:
+            before, now = ((p.decode_s if phase == "decode" else p.prefill_s) for p in (best, point))
+            if now > before * (1 - NOTICED):
+                break
+            best = point
+        return best
+
+    @property
+    def last_that_pays(self) -> Point:
+        """The point behind which a device yields less than half of what it does where there are fewest."""
+        paying = self.points[0]
+        for point in self.points[1:]:
+            if point.efficiency < PAYS:
+                break
+            paying = point
+        return paying
+
+
+def scale(
+    config: ModelConfig,
+    machine: Machine,
+    memory_bytes: float,
+    way: Way,
+    *,
+    batch: int = 32,
+    context: int = 2048,
+    prompts: int = 1,
+    devices: Sequence[int] = DOUBLINGS,
+    rows_per_device: bool = False,
+    imbalance: float = 1.0,
+    utilisation: float = 0.9,
+) -> Scaling:
+    """One way to split a model over more and more devices.
+
+    Args:
+        config: the model.
+        machine: the rates of one device and its links.
+        memory_bytes: of one device.
+        way: to split.
+        batch: rows that a replica decodes: the same work for more devices, of which replicas alone get more.
+        context: tokens that each of them holds, and of each prompt.
+        prompts: that are prefilled together.
+        devices: how many, in rising order.
+        rows_per_device: ``batch`` rows for each device instead: more work for more devices.
+        imbalance: of the busiest device's experts over the mean; as far as so few devices allow.
+        utilisation: share of the memory that may be used.
+
+    Raises:
+        RequestError: sizes below 1, a context beyond the model's, a way that this model or this machine does not have.
+    """
+    check_sizes(batch=batch, context=context, prompts=prompts)
+    points: list[Point] = []
+    base, ends = None, "no more were asked for"
+    for n in devices:
+        split = Split(**{way: n})
+        rows = batch * split.group if rows_per_device else batch
+        uneven = min(imbalance, float(split.ep))
+        try:
+            first = prefill_step(config, machine, split, prompts, context, imbalance=uneven)
+            step = decode_step(config, machine, split, rows, context, imbalance=uneven)
+        except RequestError as error:
+            if not points or (n > 1 and points[-1].split.devices == 1):
+                raise
+            ends = str(error)
+            break
+        fits = memory(config, split, rows, context, machine.dtype).total <= memory_bytes * utilisation
+        rate = split.replicas * rows / step.seconds
+        if base is None or (fits and not any(point.fits for point in points)):
+            base = rate / n
+        each = (first.seconds, step.seconds, rate, rate / n / base, waiting(step), waiting(first))
+        points.append(Point(split, fits, rows * split.replicas, *each))
+    return Scaling(way, tuple(points), ends)
+
+
+def waiting(step: Step) -> float:
+    """Share of a step's time that goes to messages and to waiting for other devices."""
+    return sum(op.seconds for op in step.operators if op.bound in ("link", "idle")) / step.seconds
