@@ -7,7 +7,7 @@ of the work, or do tokens get dearer?
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from nanoinfer.errors import RequestError
@@ -38,7 +38,7 @@ class Point:
         prefill_s: seconds of a replica's prefill.
         decode_s: seconds of a decode step: what a user waits for a token.
         tokens_per_s: of all devices, while they decode.
-        efficiency: tokens/s a device, over those of the fewest devices that the model fits.
+        efficiency: tokens/s a device, over those of the fewest devices that the model fits (of the fewest, if none).
         link_share: of the decode step's time, how much goes to messages and to waiting for other devices.
         prefill_link_share: the same of the prefill.
     """
@@ -62,10 +62,15 @@ class Scaling:
     points: tuple[Point, ...]
     ends: str
 
+    @property
+    def possible(self) -> tuple[Point, ...]:
+        """The points that fit; all of them where none does."""
+        return tuple(point for point in self.points if point.fits) or self.points
+
     def best_latency(self, phase: Literal["prefill", "decode"] = "decode") -> Point:
-        """The point behind which more devices no longer make the phase shorter."""
-        best = self.points[0]
-        for point in self.points[1:]:
+        """The possible point behind which more devices no longer make the phase shorter."""
+        best, *more = self.possible
+        for point in more:
             before, now = ((p.decode_s if phase == "decode" else p.prefill_s) for p in (best, point))
             if now > before * (1 - NOTICED):
                 break
@@ -74,9 +79,9 @@ class Scaling:
 
     @property
     def last_that_pays(self) -> Point:
-        """The point behind which a device yields less than half of what it does where there are fewest."""
-        paying = self.points[0]
-        for point in self.points[1:]:
+        """The possible point behind which a device yields less than half of what it does where there are fewest."""
+        paying, *more = self.possible
+        for point in more:
             if point.efficiency < PAYS:
                 break
             paying = point
@@ -117,7 +122,7 @@ def scale(
     """
     check_sizes(batch=batch, context=context, prompts=prompts)
     points: list[Point] = []
-    base, ends = None, "no more were asked for"
+    ends = "no more were asked for"
     for n in devices:
         split = Split(**{way: n})
         rows = batch * split.group if rows_per_device else batch
@@ -126,17 +131,18 @@ def scale(
             first = prefill_step(config, machine, split, prompts, context, imbalance=uneven)
             step = decode_step(config, machine, split, rows, context, imbalance=uneven)
         except RequestError as error:
-            if not points or (n > 1 and points[-1].split.devices == 1):
-                raise
+            if len(points) < 2:
+                raise  # not even two devices can
             ends = str(error)
             break
         fits = memory(config, split, rows, context, machine.dtype).total <= memory_bytes * utilisation
         rate = split.replicas * rows / step.seconds
-        if base is None or (fits and not any(point.fits for point in points)):
-            base = rate / n
-        each = (first.seconds, step.seconds, rate, rate / n / base, waiting(step), waiting(first))
+        each = (first.seconds, step.seconds, rate, 1.0, waiting(step), waiting(first))
         points.append(Point(split, fits, rows * split.replicas, *each))
-    return Scaling(way, tuple(points), ends)
+    least = Scaling(way, tuple(points), ends).possible[0]
+    base = least.tokens_per_s / least.split.devices
+    rated = (replace(p, efficiency=p.tokens_per_s / p.split.devices / base) for p in points)
+    return Scaling(way, tuple(rated), ends)
 
 
 def waiting(step: Step) -> float:
