@@ -1,9 +1,9 @@
 """Time a model's operators one by one, to predict steps of any batch, context and phase.
 
 What is timed is the real code: each product by itself, through all layers in their order so that weights
-come from memory; attention by itself over caches of several sizes; and a pass through the layers over a
-short context. What the pass takes beyond its parts is norms, rotation, activation, cache writes, Python,
-and what operators cost each other.
+come from memory; attention by itself over caches of several sizes; a pass through the layers over a
+short context; and steps of the continuous engine. What a pass or a step takes beyond its parts is norms, rotation,
+activation, cache writes, Python, and what operators cost each other.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer import cache, models
+from nanoinfer import cache, engines, models
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
+from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure.calibrate import scheduled, waited_share
 from nanoinfer.measure.calibration import MOST_WAITED
 from nanoinfer.measure.clock import timed
 from nanoinfer.measure.files import write_whole
 from nanoinfer.measure.kept import place
+from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.attention import attend
 from nanoinfer.models.fetch import cache_dir
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.theory.curves import Curve, OperatorCurves
+from nanoinfer.sampling import SamplingParams
+from nanoinfer.theory.curves import RESTS, Curve, OperatorCurves
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import Machine
 
@@ -48,6 +51,7 @@ PREFILLS = (16, 64, 256, 1024)
 REST_BATCHES = (1, 4, 16, 32)
 REST_PREFILLS = (16, 64, 256, 1024)
 SHORT = 16  # the context at which whole layers are timed
+STEPS = 8  # of the engine, behind a prompt
 #: Enough layers that keys and values come from memory and not from the processor's cache.
 ATTENTION_BYTES = 2**28
 KEEP_S = 24 * 3600  # machines drift
@@ -58,7 +62,7 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
 
     Args:
         loaded: a model of ours, on any device, in any dtype.
-        repeats: calls behind each point, of which the quickest counts; one more warms up.
+        repeats: calls behind each point, of which the median counts; one more warms up.
     """
     device = next(loaded.model.parameters()).device
     with torch.inference_mode():
@@ -66,9 +70,9 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
         decode, paged = _decode_attention(loaded, device, repeats)
         prefill = _prefill_attention(loaded, device, repeats)
         nothing = Curve((1,), (1.0,))
-        timed_ones = OperatorCurves(products, decode, paged, prefill, nothing, nothing)
-        rest, rest_prefill = _rest(loaded, device, repeats, timed_ones)
-    return replace(timed_ones, rest=rest, rest_prefill=rest_prefill)
+        timed_ones = OperatorCurves(products, decode, paged, prefill, *[nothing] * len(RESTS))
+        rests = *_rest(loaded, device, repeats, timed_ones), *_paged_rest(loaded, timed_ones)
+    return replace(timed_ones, **dict(zip(RESTS, rests, strict=True)))
 
 
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
@@ -98,7 +102,7 @@ def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
 def _path(loaded: LoadedModel, dtype: str) -> Path:
     """Where the timings of this model, code and machine are kept."""
     device = next(loaded.model.parameters()).device
-    code = (Path(package.__path__[0]) for package in (cache, models))
+    code = (Path(package.__path__[0]) for package in (cache, engines, models))
     return place(cache_dir(), "operators", [loaded.name, dtype, device], code)
 
 
@@ -119,8 +123,8 @@ def _store(path: Path, curves: OperatorCurves) -> None:
 
 
 def _seconds(fn: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The quickest of the calls behind a warm-up: what other work on the machine adds is never negative."""
-    return min([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
+    """The median of the calls behind a warm-up: what a step usually meets, not what it meets at best."""
+    return statistics.median([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
 
 
 #: What :func:`~nanoinfer.theory.parameters.layer_matrices` calls GPT-2's products.
@@ -153,7 +157,7 @@ def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[s
                 times[name].append(timed(product, device)[1])
             passes.append(times)
         for name in passes[0]:
-            found[name].append(min(statistics.median_low(p[name]) for p in passes[1:] or passes))
+            found[name].append(statistics.median(statistics.median(p[name]) for p in passes[1:] or passes))
     if "qkv" in found:  # GPT-2 computes q, k and v in one product
         thirds = [seconds / 3 for seconds in found.pop("qkv")]
         found |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
@@ -198,12 +202,20 @@ def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
 
 
 def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
-    """A full contiguous cache's numbers as blocks, shuffled among the rows, and rows that each lack one token."""
+    """A contiguous cache's numbers as blocks, shuffled among the rows, and rows of the same tokens in all.
+
+    They are of unlike lengths, which costs padding and calls.
+    """
     n_layers, batch, n_kv, context, d_head = cache.k.shape
     size = math.gcd(context, BLOCK)
     k, v = (x.view(n_layers, -1, size, n_kv, d_head) for x in (cache.k, cache.v))
-    order = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(0)).view(batch, -1).tolist()
-    return k, v, [(blocks, context - 1, 1) for blocks in order]
+    order = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(0)).tolist()
+    rows = []
+    for length in _spread(context, batch):
+        needed = -(-length // size)
+        rows.append(([order[i % len(order)] for i in range(needed)], length - 1, 1))
+        order = order[needed % len(order) :] + order[: needed % len(order)]
+    return k, v, rows
 
 
 def _attend_paged(q: Tensor, k: Tensor, v: Tensor, rows: list[Row]) -> None:
@@ -260,3 +272,41 @@ def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], c
     cache.length = cache.capacity - x.shape[1]  # the last slots, again and again
     for block in blocks:
         block(x, *extra, cache, None)
+
+
+def _paged_rest(loaded: LoadedModel, timed_ones: OperatorCurves) -> tuple[Curve, Curve]:
+    """Steps of the continuous engine, less their products and attention as they ran alone; a layer's share of that.
+
+    Against rows of one token each, which are of unlike lengths, and against the tokens of one prompt.
+    """
+    n_layers, head = loaded.model.config.n_layers, timed_ones.products["lm_head"]
+    prompts = [n for n in REST_PREFILLS if n < loaded.model.config.context]
+    engine = ContinuousEngine(
+        loaded, token_budget=max(prompts[-1], SHORT * REST_BATCHES[-1]), block_size=BLOCK, share_prefixes=False
+    )
+    notes: list[StepNote] = []
+    engine.on_step = notes.append
+
+    def left(rows: int, ends: int, attention: float, seconds: list[float]) -> float:
+        multiplied = sum(curve.at(rows) for name, curve in timed_ones.products.items() if name != "lm_head")
+        whole = (statistics.median(seconds) - head.at(ends)) / n_layers
+        return max(whole - multiplied - attention, 1e-6)
+
+    decode, prefill = [], []
+    for n in REST_BATCHES:
+        notes.clear()
+        lengths = _spread(SHORT, n)
+        engine.generate([[0] * length for length in lengths], SamplingParams(max_tokens=STEPS, ignore_eos=True))
+        taken = [note.end - note.start for note in notes if not note.prefill_tokens and note.decode_rows == n]
+        context = sum(lengths) / n + STEPS / 2
+        decode.append(left(n, n, timed_ones.paged(n, context), taken))
+    for n in prompts:
+        notes.clear()
+        engine.generate([[0] * n], SamplingParams(max_tokens=1, ignore_eos=True))
+        prefill.append(left(n, 1, timed_ones.prefill_attention.at(n), [note.end - note.start for note in notes]))
+    return Curve(REST_BATCHES, tuple(decode)), Curve(tuple(prompts), tuple(prefill))
+
+
+def _spread(mean: int, rows: int) -> list[int]:
+    """Lengths from a quarter of the mean to seven quarters, the shortest first: rows of a service are never alike."""
+    return [max(2, round(mean * (0.25 + 1.5 * (row + 0.5) / rows))) for row in range(rows)]

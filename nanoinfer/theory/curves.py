@@ -45,6 +45,9 @@ class Curve:
         return between(size, below, above)
 
 
+RESTS = ("rest", "rest_prefill", "paged_rest", "paged_rest_prefill")
+
+
 @dataclass(frozen=True)
 class OperatorCurves:
     """One model's operators on one machine, each timed by itself.
@@ -58,6 +61,8 @@ class OperatorCurves:
         rest: seconds of all else in one layer against rows of one token each: norms, rotation, activation,
             cache, Python.
         rest_prefill: the same against the tokens of one prompt.
+        paged_rest, paged_rest_prefill: both in steps of the continuous engine, its share of a layer: writes to the
+            paged cache, scheduling, embedding, the choice of tokens.
     """
 
     products: Mapping[str, Curve]
@@ -66,6 +71,8 @@ class OperatorCurves:
     prefill_attention: Curve
     rest: Curve
     rest_prefill: Curve
+    paged_rest: Curve
+    paged_rest_prefill: Curve
 
     def to_json(self) -> str:
         """All points, as text."""
@@ -87,7 +94,7 @@ class OperatorCurves:
                 {name: curve(points) for name, points in data["products"].items()},
                 by_batch(data["decode_attention"]),
                 by_batch(data["paged_attention"]),
-                *(curve(data[name]) for name in ("prefill_attention", "rest", "rest_prefill")),
+                *(curve(data[name]) for name in ("prefill_attention", *RESTS)),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a record of timed operators: {error!r}") from None

@@ -52,7 +52,7 @@ def mixed_step(config: ModelConfig, machine: Machine, rows: Rows, ends: int, tp:
     element, phase = bytes_per_element(machine.dtype), _phase(rows, packed)
     operators = _products(config, machine, packed, ends, element, tp)
     operators.append(_attention(config, machine, rows, tp))
-    operators.append(_small(phase, config, machine, packed, element))
+    operators.append(_small(phase, config, machine, packed, element, paged=True))
     operators += _shared(config, machine, packed, ends, element, tp)
     return Step(phase, len(rows), max(old + new for old, new in rows), machine, tuple(operators))
 
@@ -112,7 +112,7 @@ class StepTimes:
         if (found := self._bases.get((packed, phase))) is None:
             config, machine, element, tp = self.config, self.machine, self._element, self.tp
             found = sum(n * _product(m, machine, packed, element, tp).seconds for m, n in self._matrices.items())
-            found += _small(phase, config, machine, packed, element).seconds
+            found += _small(phase, config, machine, packed, element, paged=True).seconds
             found += sum(op.seconds for op in _shared(config, machine, packed, 0, element, tp))
             self._bases[packed, phase] = found
         return found

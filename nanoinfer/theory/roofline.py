@@ -269,7 +269,9 @@ def _attention(config: ModelConfig, machine: Machine, batch: int, new: int, cont
     )
 
 
-def _small(phase: Phase, config: ModelConfig, machine: Machine, rows: int, element: int) -> Operator:
+def _small(
+    phase: Phase, config: ModelConfig, machine: Machine, rows: int, element: int, paged: bool = False
+) -> Operator:
     """Norms, rotation, activation and residuals: no products, all bytes and launches."""
     eager = SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
     calls = config.n_layers * (eager if machine.launch_s else FUSED_OPERATORS)
@@ -277,7 +279,7 @@ def _small(phase: Phase, config: ModelConfig, machine: Machine, rows: int, eleme
     nbytes = 2.0 * calls * rows * config.d_model * element
     if machine.curves is not None:
         # One layer more stands for what a step does once: embedding, last norm, choice of the token.
-        curve = machine.curves.rest if phase == "decode" else machine.curves.rest_prefill
+        curve = getattr(machine.curves, ("paged_" if paged else "") + ("rest" if phase == "decode" else "rest_prefill"))
         seconds, least = ((config.n_layers + 1) * curve.at(n) for n in (rows, 1))
         return Operator("small operators", 0.0, nbytes, calls, seconds, "launch" if seconds < 2 * least else "memory")
     memory, launch = nbytes / machine.bandwidth, calls * machine.launch_s

@@ -36,6 +36,8 @@ def curves() -> OperatorCurves:
         prefill_attention=Curve((16,), (5e-4,)),
         rest=Curve((1,), (1e-5,)),
         rest_prefill=Curve((16,), (3e-5,)),
+        paged_rest=Curve((1, 8), (1e-5, 2e-5)),
+        paged_rest_prefill=Curve((16,), (3e-5,)),
     )
 
 

@@ -43,6 +43,8 @@ def timed() -> Machine:
         prefill_attention=Curve((16, 64), (5e-4, 3e-3)),
         rest=Curve((1, 8), (1e-5, 2e-5)),
         rest_prefill=Curve((16,), (3e-5,)),
+        paged_rest=Curve((1, 8), (1e-5, 2e-5)),
+        paged_rest_prefill=Curve((16,), (3e-5,)),
     )
     return Machine("here", "float32", 1e11, 1e10, curves=measured)
 
