@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from nanoinfer import cli_serving, talk
+from nanoinfer import cli_predict, cli_serving, talk
 from nanoinfer.errors import NanoinferError
 
 if TYPE_CHECKING:
@@ -247,86 +247,7 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-# --- predict, fit and gpus ----------------------------------------------------------
-
-Shape = Annotated[str, typer.Argument(help="A model's name, or a folder, config.json or .gguf on this disk.")]
-Gpu = Annotated[str, typer.Option(help="A device of `nanoinfer gpus`, or `here` for this machine, measured.")]
-Context = Annotated[int, typer.Option(help="Tokens that each row holds.")]
-Tp = Annotated[int, typer.Option(help="Devices that share the model (tensor parallel).")]
-Counted = Annotated[str, typer.Option(help="Of weights, cache and arithmetic: float32, bfloat16, float16, fp8, int8.")]
-
-
-@app.command()
-def predict(
-    model: Shape,
-    gpu: Gpu,
-    batch: Annotated[int, typer.Option(help="Rows that run together.")] = 1,
-    context: Context = 1024,
-    dtype: Counted = "bfloat16",
-    tp: Tp = 1,
-    new: Annotated[int | None, typer.Option(help="Also time a whole answer of so many tokens.")] = None,
-    launch_us: Annotated[float, typer.Option(help="Microseconds to start an operator; eager PyTorch: about 4.")] = 0.0,
-    usd_per_hour: Annotated[float | None, typer.Option(help="Price of one device, for the price of a token.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Say how fast a model will be on a device, why, and what would change it. Loads no weights."""
-    from nanoinfer.predict import speed
-
-    record = speed.predict(
-        model,
-        gpu,
-        batch=batch,
-        context=context,
-        dtype=dtype,
-        tp=tp,
-        new=new,
-        launch_us=launch_us,
-        usd_per_hour=usd_per_hour,
-    )
-    if as_json:
-        _emit(record)
-        return
-    from nanoinfer.predict.tables import show_predict
-
-    show_predict(_console(), record)
-
-
-@app.command()
-def fit(
-    model: Shape,
-    gpu: Gpu,
-    context: Context = 1024,
-    dtype: Counted = "bfloat16",
-    tp: Tp = 1,
-    utilisation: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
-    block: Annotated[int, typer.Option(help="Tokens in a block of the cache.")] = 16,
-    as_json: Json = False,
-) -> None:
-    """Say what fits in a device's memory, where each byte goes, and what would change it. Loads no weights."""
-    from nanoinfer.predict import size
-
-    record = size.fit(model, gpu, context=context, dtype=dtype, tp=tp, utilisation=utilisation, block=block)
-    if as_json:
-        _emit(record)
-        return
-    from nanoinfer.predict.tables import show_fit
-
-    show_fit(_console(), record)
-
-
-@app.command()
-def gpus(as_json: Json = False) -> None:
-    """List the devices whose datasheets are known."""
-    from nanoinfer.predict import target
-
-    if as_json:
-        _emit(target.gpus())
-        return
-    from nanoinfer.predict.tables import show_gpus
-
-    show_gpus(_console(), target.gpus())
-
-
+cli_predict.register(app)
 cli_serving.register(app)
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+WAYS = ("tp", "pp", "cp", "ep", "replicas")
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
@@ -42,10 +43,11 @@ def show_predict(console: Console, record: dict[str, Any]) -> None:
     """The figures, each phase's operators with the reason, and what would change it."""
     machine, request = record["machine"], record["request"]
     devices = f"{machine['devices']} x " if machine["devices"] > 1 else ""
+    ways = [f"{way} {n}" for way, n in record["split"].items() if way in WAYS and n > 1]
     _print(
         console,
         f"{record['model']['name']} on {devices}{machine['name']} ({machine['rates_from']}), {machine['dtype']}, "
-        f"batch {request['batch_rows']:,}, context {request['context_tokens']:,}",
+        f"batch {request['batch_rows']:,}, context {request['context_tokens']:,}{', '.join(['', *ways])}",
         _table(("", ""), _figures(record)),
     )
     for phase in ("prefill", "decode"):
@@ -55,7 +57,52 @@ def show_predict(console: Console, record: dict[str, Any]) -> None:
     rows += [tuple(change.values()) for change in record["changes"]]
     header = ("what would change it", "decode step", "tokens/s in all")
     _print(console, _table(header, [(name, si(s, "s"), f"{rate:,.0f}") for name, s, rate in rows]))
+    if (links := record["links"]) is not None:
+        _print(console, _table(("between devices, busiest one", "prefill", "decode"), _communication(record, links)))
+    show_questions(console, record["questions"])
     _print(console, *record["notes"])
+
+
+def _communication(record: dict[str, Any], links: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    phases = [record[phase]["communication"] for phase in ("prefill", "decode")]
+
+    def row(name: str, key: str, unit: str) -> tuple[str, str, str]:
+        first, second = (si(phase[key], unit) for phase in phases)
+        return name, first, second
+
+    yield "calls", f"{phases[0]['calls']:,}", f"{phases[1]['calls']:,}"
+    yield row("bytes that it sends", "sent_per_device_bytes", "B")
+    yield row("the same a token", "sent_per_device_and_token_bytes", "B")
+    yield row("time for that", "seconds", "s")
+    yield row("waiting for other devices", "waiting_for_others_s", "s")
+    first, second = (f"{phase['share_of_time']:.1%}" for phase in phases)
+    yield "share of the time in both", first, second
+    for name, rate, alpha in (("link", "link", "alpha"), ("link between servers", "nodes_link", "nodes_alpha")):
+        if (rate_s := links[f"{rate}_bytes_per_s"]) is not None:
+            yield f"{name}: rate, and time of a call", si(rate_s, "B/s"), si(links[f"{alpha}_s"], "s")
+
+
+def show_questions(console: Console, found: dict[str, Any]) -> None:
+    """The five answers, which of them decides, and the splits side by side."""
+    rows = [(a["asks"], a["answer"] or f"not given ({a['give']})") for a in found["answers"]]
+    decides = next(a for a in found["answers"] if a["question"] == found["decides"])
+    ways = [
+        (
+            way["name"],
+            si(way["ttft_s"], "s"),
+            si(way["decode_seconds"], "s"),
+            f"{way['most_rows']:,}",
+            f"{way['tokens_per_s_with_most_rows']:,.0f}",
+        )
+        for way in found["choices"]
+    ]
+    _print(
+        console,
+        _table(("the five questions", ""), [(f"{i}. {asks}", said) for i, (asks, said) in enumerate(rows, 1)]),
+        f"What decides: {decides['question']}. {decides['asks']} {found['why']}",
+        f"Suggestion: {found['suggestion']}",
+        _table(("as many devices, shared so", "one prompt", "decode step", "rows that fit", "tokens/s then"), ways),
+    )
 
 
 def _figures(record: dict[str, Any]) -> Iterator[tuple[str, str]]:

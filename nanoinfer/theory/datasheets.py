@@ -40,7 +40,7 @@ class Link:
     ``latency_us`` is alpha in microseconds per ALL-REDUCE of a small message: one whole
     collective call, launch included, neither per hop nor per message. (Chen counts four
     messages a layer at 8 us each, a V100-era guess; counted per all-reduce it is two a layer.)
-    Of links between servers it is that of two servers. No vendor publishes it: measure it where
+    Of a link ``between_servers`` it is that of two servers. No vendor publishes it: measure it where
     there are several ranks.
     """
 
@@ -50,6 +50,7 @@ class Link:
     latency_us: float = ALPHA_US
     note: str = ""
     aliases: tuple[str, ...] = ()
+    between_servers: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,12 @@ PCIE3 = Link("PCIe 3 x16", 15.75, _PCIE, note="8 GT/s x 16 lanes x 128/130", ali
 PCIE4 = Link("PCIe 4 x16", 31.5, _PCIE, note="16 GT/s x 16 lanes x 128/130", aliases=("pcie4",))
 PCIE5 = Link("PCIe 5 x16", 63.0, _PCIE, note="32 GT/s x 16 lanes x 128/130", aliases=("pcie5",))
 NDR400 = Link(
-    "InfiniBand NDR-400", 50, _INFINIBAND, NETWORK_ALPHA_US, "between servers: 400 Gbit/s a port",
-    ("ib-ndr", "InfiniBand NDR", "ndr400"),
+    "InfiniBand NDR-400", 50, _INFINIBAND, NETWORK_ALPHA_US, "400 Gbit/s a port",
+    ("ib-ndr", "InfiniBand NDR", "ndr400"), between_servers=True,
 )  # fmt: skip
-ETHERNET100 = Link(
-    "Ethernet 100G", 12.5, _ETHERNET, TCP_ALPHA_US, "between servers: 100 Gbit/s a port; alpha of TCP", ("100GbE",)
-)
-ETHERNET400 = Link(
-    "Ethernet 400G", 50, _ETHERNET, TCP_ALPHA_US, "between servers: 400 Gbit/s a port; alpha of TCP", ("400GbE",)
+ETHERNET100, ETHERNET400 = (
+    Link(f"Ethernet {g}G", g / 8, _ETHERNET, TCP_ALPHA_US, f"{g} Gbit/s a port; alpha of TCP", (f"{g}GbE",), True)
+    for g in (100, 400)
 )
 XGMI_MI300X = Link(
     "xGMI MI300X", 448, _MI300X, note="7 links of 64 GB/s; a pair of GPUs has one link, 64 GB/s", aliases=("xgmi",)

@@ -135,7 +135,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a step, all its calls together. Seconds; ``bound`` is the larger part."""
+    """One operator of a step, all its calls together. Seconds; ``bound`` is the larger part.
+
+    ``nbytes`` go through memory, or, where ``bound`` is ``link``, to other devices.
+    """
 
     name: str
     flops: float
@@ -172,8 +175,13 @@ class Step:
 
     @property
     def nbytes(self) -> float:
-        """All bytes that the step moves."""
-        return sum(op.nbytes for op in self.operators)
+        """All bytes that the step moves through memory."""
+        return sum(op.nbytes for op in self.operators if op.bound != "link")
+
+    @property
+    def sent(self) -> float:
+        """All bytes that leave the device for others."""
+        return sum(op.nbytes for op in self.operators if op.bound == "link")
 
     @property
     def bound(self) -> Bound:

@@ -180,7 +180,7 @@ def _ring(config: ModelConfig, machine: Machine, split: Split, batch: int, token
     hidden = attention.seconds * (cp - 1) / cp
     exposed = max(0.0, machine.network.seconds((ring,), cp, tp) - hidden)
     operators = [attention if op.name == "attention" else op for op in own]
-    operators.append(roofline._link("exchange, what attention does not hide", ring, exposed))
+    operators.append(roofline._link("exposed exchange", ring, exposed))
     return [*operators, *_said(ends, machine, cp, tp)]
 
 
