@@ -34,12 +34,19 @@ def test_the_paged_timing_computes_the_same_attention() -> None:
     cache = operators._cache(loaded, 3, 32, torch.device("cpu"))
     k, v, rows = operators._blocks(cache)
     q = torch.randn(3, config.n_heads, 1, config.d_head)
-    # The blocks are shuffled among the rows: put each row's together again.
-    flat = [torch.stack([x[0, blocks].flatten(0, 1) for blocks, _, _ in rows]).transpose(1, 2) for x in (k, v)]
-    ragged = RaggedSdpa(rows, k)
     new = torch.zeros(3, config.n_kv_heads, config.d_head)
-    torch.testing.assert_close(ragged(q[:, :, 0], new, new, k[0], v[0]).flatten(1), attend(q, *flat)[:, 0])
-    assert sorted(block for blocks, _, _ in rows for block in blocks) == list(range(k.shape[1]))
+    ragged = RaggedSdpa(rows, k)(q[:, :, 0], new, new, k[0], v[0]).flatten(1)
+    for row, (blocks, start, n) in enumerate(rows):  # the blocks are shuffled: put each row's together again
+        own = [x[0, blocks].flatten(0, 1)[: start + n].transpose(0, 1)[None] for x in (k, v)]
+        torch.testing.assert_close(ragged[row : row + 1], attend(q[row : row + 1], *own)[:, 0])
+    assert [start + n for _, start, n in rows] == [16, 32, 48]
+
+
+def test_what_the_engines_own_steps_add_is_timed() -> None:
+    loaded = load_model("random:tiny-llama")
+    curves = measure_operators(loaded, repeats=1)
+    # Scheduling, the paged cache and the choice of a token cost something in every layer's share.
+    assert min(curves.paged_rest.seconds + curves.paged_rest_prefill.seconds) > 1e-6
 
 
 def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

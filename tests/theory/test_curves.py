@@ -36,8 +36,8 @@ def curves() -> OperatorCurves:
         prefill_attention=Curve((16,), (5e-4,)),
         rest=Curve((1,), (1e-5,)),
         rest_prefill=Curve((16,), (3e-5,)),
-        paged_rest=Curve((1, 8), (1e-5, 2e-5)),
-        paged_rest_prefill=Curve((16,), (3e-5,)),
+        paged_rest=Curve((1,), (2e-5,)),
+        paged_rest_prefill=Curve((16,), (6e-5,)),
     )
 
 
@@ -65,11 +65,11 @@ def test_a_mixed_step_of_decoding_rows_and_chunks() -> None:
     config, machine = SHAPES["smollm2-135m"], Machine("here", "float32", 1e11, 1e10, curves=curves())
     # Four rows at 16 tokens, the newest included; all of them choose a token.
     decode = mixed_step(config, machine, [(15, 1)] * 4, ends=4)
-    assert decode.seconds == pytest.approx(30 * 14e-3 + 2e-3 + 30 * 8e-4 + 31 * 4e-5)
+    assert decode.seconds == pytest.approx(30 * 14e-3 + 2e-3 + 30 * 8e-4 + 31 * 8e-5)
     # One of them beside 16 tokens of a prompt behind 16 others: the triangle of 32 less that of 16.
     mixed = mixed_step(config, machine, [(15, 1), (16, 16)], ends=1)
     attention = 30 * (2e-4 + 5e-4 * 32 / 16 - 5e-4)
-    assert mixed.seconds == pytest.approx(30 * 7 * 17 / 4 * 2e-3 + 1e-3 + attention + 31 * 3e-5 * 17 / 16)
+    assert mixed.seconds == pytest.approx(30 * 7 * 17 / 4 * 2e-3 + 1e-3 + attention + 31 * 6e-5 * 17 / 16)
     assert [op.name for op in mixed_step(config, machine, [(0, 16)], ends=0).operators].count("lm_head") == 0
 
 
