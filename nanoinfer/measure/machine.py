@@ -21,19 +21,34 @@ PACKAGES = ("nanoinfer", "torch", "numpy", "tiktoken", "safetensors", "gguf", "t
 
 def cpu_model() -> str:
     """The processor's name as its maker writes it, or the architecture where that is not to be had."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model") and value.strip():
-            return value.strip()
+    if (found := _cpuinfo("model name", "Model")) is not None:
+        return found
     if platform.system() == "Darwin":
         found = _output("sysctl", "-n", "machdep.cpu.brand_string")
         if found:
             return found
     return platform.processor() or platform.machine()
+
+
+def cpu_features() -> str:
+    """The processor's instruction sets as the system lists them; its name where there is no such list.
+
+    Machines of one name can differ: what a virtual one may use is its host's choice.
+    """
+    return _cpuinfo("flags", "Features") or cpu_model()
+
+
+def _cpuinfo(*keys: str) -> str | None:
+    """Linux's first line of that name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in keys and value.strip():
+            return value.strip()
+    return None
 
 
 def _output(*command: str) -> str | None:

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.errors import DeviceError
-from nanoinfer.measure.machine import cpu_model
+from nanoinfer.measure.machine import cpu_features
 from nanoinfer.models.fetch import cache_dir
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.speed.options import check_dense
 
 SOURCE = Path(__file__).with_name("step.cpp")
 PARTS = (SOURCE, SOURCE.with_name("team.h"), SOURCE.with_name("vectors.h"))
@@ -68,6 +69,9 @@ def compiler() -> str | None:
 def build(flags: Sequence[str] = ("-march=native",)) -> Path:
     """The compiled library for this machine; a few seconds the first time, and said on screen.
 
+    What the processor can do is looked up at each call: where a folder of builds is shared by unlike machines, each
+    finds its own.
+
     Args:
         flags: of the target. What the compiler may use of the processor is decided by them.
 
@@ -77,7 +81,7 @@ def build(flags: Sequence[str] = ("-march=native",)) -> Path:
     if (cxx := compiler()) is None:
         raise DeviceError("no C++ compiler here (c++, g++ or clang++): install one, or do without the kernel")
     code = [part.read_text(encoding="utf-8") for part in PARTS]
-    key = "|".join([*code, cxx, *flags, cpu_model(), platform.machine()])
+    key = "|".join([*code, cxx, *flags, cpu_features(), platform.machine()])
     path = cache_dir() / "kernels" / f"step-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
@@ -121,7 +125,7 @@ class DecodeKernel:
         flags: see :func:`build`.
 
     Raises:
-        DeviceError: another device or dtype, a head's size that is odd, no compiler.
+        DeviceError: another device or dtype, a head's size that is odd, experts, no compiler.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class DecodeKernel:
         threads: int | None = None,
         flags: Sequence[str] = ("-march=native",),
     ) -> None:
+        check_dense(model.config, "the kernel")
         embedding: Tensor = model.wte.weight if isinstance(model, GPT2) else model.embed_tokens.weight
         if embedding.device.type != "cpu" or embedding.dtype not in (torch.float32, torch.bfloat16):
             raise DeviceError(

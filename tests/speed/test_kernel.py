@@ -201,3 +201,11 @@ def test_no_compiler_and_one_that_fails_are_one_clear_line(monkeypatch: pytest.M
 def test_a_dtype_that_it_does_not_take_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"not on cpu in torch\.float16"):
         DecodeKernel(random_model(GPT2_SHAPE, torch.float16))
+
+
+def test_another_processor_gets_its_own_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = kernel.build()
+    monkeypatch.setattr(kernel, "cpu_features", lambda: "a processor without those")
+    theirs = kernel.build()
+    assert theirs != ours and theirs.exists() and kernel.build() == theirs
+    theirs.unlink()
