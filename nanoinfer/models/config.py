@@ -29,8 +29,8 @@ Family = Literal[
     "gpt_oss",
 ]
 #: What the engines can run; the others can be counted.
-RUNNABLE = ("gpt2", "llama")
-#: Parts of a :class:`ModelConfig` that no engine implements.
+RUNNABLE = ("gpt2", "llama", "mixtral")
+#: Parts of a :class:`ModelConfig` that no engine implements; of ``moe`` they have Mixtral's form.
 EXTRAS = (
     "qkv_bias",
     "out_bias",
@@ -133,8 +133,8 @@ class ModelConfig:
     What follows ``rope_scaling`` is for models that can be counted but not run: biases of the
     q, k, v and of the output projection and of the MLP (gpt2 has all of them without saying so);
     norms of q and k per head or over the full width; norms per layer (gemma: 4); a learned attention
-    sink per head; the parts above; and the name of a rotary scaling that no engine implements.
-    With ``mla``, ``d_head`` is the width of a head's query.
+    sink per head; the parts above, Mixtral's ``moe`` excepted; and the name of a rotary scaling that no
+    engine implements. With ``mla``, ``d_head`` is the width of a head's query.
     """
 
     family: Family
@@ -197,9 +197,12 @@ def check_runnable(config: ModelConfig, where: str = "this model") -> None:
     """Raise :class:`ModelError` for a shape that can be counted but that no engine here can run."""
     odd = [] if config.family in RUNNABLE else [f"family {config.family}"]
     odd += [f.name for f in fields(config) if f.name in EXTRAS and getattr(config, f.name) != f.default]
+    moe = config.moe
+    if config.family == "mixtral" and moe is not None and moe == MoE(moe.n_experts, moe.top_k, moe.d_expert):
+        odd.remove("moe")
     if odd:
         raise ModelError(
-            f"{where}: can be counted, not run ({', '.join(odd)}); the engines run gpt2 and llama without extras"
+            f"{where}: can be counted, not run ({', '.join(odd)}); the engines run {', '.join(RUNNABLE)} without extras"
         )
 
 
@@ -239,6 +242,20 @@ SHAPES: Mapping[str, ModelConfig] = {
     "tiny-gpt2": _gpt2(2, 32, 4, vocab_size=256, context=128),
     "tiny-llama": replace(
         SMOLLM2_135M, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, vocab_size=256, context=256
+    ),
+    "tiny-moe": replace(
+        SMOLLM2_135M,
+        family="mixtral",
+        n_layers=4,
+        d_model=32,
+        n_heads=4,
+        n_kv_heads=2,
+        d_head=8,
+        d_ff=64,
+        vocab_size=256,
+        context=256,
+        tied=False,
+        moe=MoE(n_experts=8, top_k=2, d_expert=64),
     ),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),

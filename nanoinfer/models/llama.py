@@ -6,6 +6,7 @@ SmolLM2, the book's small real model, has this architecture.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -92,14 +93,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, attention, add; norm, MLP, add."""
+    """Norm, attention, add; norm, MLP (or what stands in its place), add."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, mask)
@@ -111,11 +112,11 @@ class Llama(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, layer, mlp) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         with torch.device("cpu"):  # a real tensor even while the weights are on the meta device
@@ -151,14 +152,23 @@ class Llama(nn.Module):
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """What comes out of the last layer, ``[B, T, d]``."""
-        x = self.embed_tokens(ids)  # [B, T, d]
+        return self.through_layers(self.embed(ids, positions), positions, cache, mask)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What goes into the first layer, ``[B, T, d]``."""
+        del positions  # they enter in the layers, as rotations
+        return self.embed_tokens(ids)  # type: ignore[no-any-return]
+
+    def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """From before the first layer to behind the last: ``[B, T, d]`` to the same."""
         rope = self.rope(positions, x.dtype)
         for block in self.layers:
             x = block(x, rope, cache, mask)
         if cache is not None:
-            cache.advance(ids.shape[1])
-        return x  # type: ignore[no-any-return]
+            cache.advance(x.shape[1])
+        return x
 
     def head(self, x: Tensor) -> Tensor:
         """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
-        return F.linear(self.norm(x), self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+        x = self.norm(x)
+        return F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from nanoinfer.models.attention import KVCache
 from nanoinfer.models.config import ModelConfig, check_runnable
 from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
+from nanoinfer.models.llama import MLP, Llama
+from nanoinfer.models.moe import MixtureOfExperts
 
 
 class Model(Protocol):
@@ -56,7 +57,9 @@ def build(config: ModelConfig) -> GPT2 | Llama:
     Raises :class:`ModelError` for a shape that can be counted but not run.
     """
     check_runnable(config)
-    return GPT2(config) if config.family == "gpt2" else Llama(config)
+    if config.family == "gpt2":
+        return GPT2(config)
+    return Llama(config, MLP if config.moe is None else MixtureOfExperts)
 
 
 def n_parameters(model: nn.Module) -> int:

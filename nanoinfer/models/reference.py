@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import ModelError
 from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.models.registry import LoadedModel
 
 #: GPT-2's products are stored the other way round there, ``[in, out]``.
@@ -22,7 +23,7 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 def hf_config(config: ModelConfig) -> Any:
     """The transformers config of the same shape. Raises :class:`ModelError` without transformers."""
     try:
-        from transformers import GPT2Config, LlamaConfig
+        from transformers import GPT2Config, LlamaConfig, MixtralConfig
     except ImportError:
         raise ModelError("transformers is not installed here; install it with: pip install transformers") from None
     if config.family == "gpt2":
@@ -47,10 +48,14 @@ def hf_config(config: ModelConfig) -> Any:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_context,
         }
-    return LlamaConfig(
+    experts: dict[str, Any] = {}
+    if (moe := config.moe) is not None:
+        experts = {"num_local_experts": moe.n_experts, "num_experts_per_tok": moe.top_k}
+    return (MixtralConfig if experts else LlamaConfig)(
+        **experts,
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
-        intermediate_size=config.d_ff,
+        intermediate_size=config.d_ff if moe is None else moe.d_expert,
         num_hidden_layers=config.n_layers,
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.n_kv_heads,
@@ -65,9 +70,9 @@ def hf_config(config: ModelConfig) -> Any:
 
 
 def to_transformers(loaded: LoadedModel) -> Any:
-    """A transformers model with the very tensors of ``loaded`` (shared, but for GPT-2's transposed ones)."""
+    """A transformers model with the very tensors of ``loaded``: shared, but for GPT-2's transposed ones and experts."""
     config = hf_config(loaded.model.config)
-    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM
 
     ours: nn.Module = loaded.model
     gpt2 = loaded.model.config.family == "gpt2"
@@ -77,20 +82,31 @@ def to_transformers(loaded: LoadedModel) -> Any:
             state[name] = tensor
         elif gpt2:
             state[f"transformer.{name}"] = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
-        else:
+        elif ".experts." not in name:
             state[f"model.{name}"] = tensor
+    for name, module in ours.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            state |= {f"model.{name}.experts.{key}": tensor for key, tensor in _stacked(module).items()}
     head = "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"
     state.setdefault("lm_head.weight", state[head])
     dtype = state[head].dtype
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:  # transformers builds in the default dtype; its rotary tables stay fp32 all the same
-        theirs: Any = (GPT2LMHeadModel if gpt2 else LlamaForCausalLM)(config)
+        kind = GPT2LMHeadModel if gpt2 else LlamaForCausalLM if loaded.model.config.moe is None else MixtralForCausalLM
+        theirs: Any = kind(config)
     finally:
         torch.set_default_dtype(before)
     theirs.load_state_dict(state, assign=True)
     theirs.tie_weights()
     return theirs.to(state[head].device).eval().requires_grad_(False)
+
+
+def _stacked(experts: MixtureOfExperts) -> dict[str, Tensor]:
+    """All experts' matrices in two tensors, as transformers holds them."""
+    w = [dict(expert.named_parameters()) for expert in experts.experts]
+    gate_up = [torch.cat((one["gate_proj.weight"], one["up_proj.weight"])) for one in w]
+    return {"gate_up_proj": torch.stack(gate_up), "down_proj": torch.stack([one["down_proj.weight"] for one in w])}
 
 
 def transformers_greedy(theirs: Any, prompt_ids: list[int], count: int) -> list[int]:

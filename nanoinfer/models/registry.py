@@ -196,6 +196,8 @@ def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, s
 def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
     gguf = read_gguf(path)
     check_runnable(gguf.config, str(path))
+    if gguf.config.moe is not None:
+        raise ModelError(f"{path}: experts in GGUF files can be counted, not run; take a folder with safetensors")
     tokenizer = _if_supported(path, lambda: Tokenizer.from_gguf(gguf.meta, path.name))
     model = assemble(gguf.config, load_gguf(gguf, dtype, fetch.cache_dir()), device)
     if (frequencies := inv_freq(gguf)) is not None and isinstance(model, Llama):

@@ -34,7 +34,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 #: GPT-2's Conv1D keeps its matrices as ``[in, out]``; ours are ``[out, in]``.
 CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
-EMBEDDING = {"gpt2": "wte.weight", "llama": "embed_tokens.weight"}
+#: Mixtral's checkpoints number the matrices of an expert.
+EXPERT = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 HEAD = "lm_head.weight"
 
 
@@ -183,7 +184,7 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
     """
     entries: dict[str, Entry] = {}
     for key, entry in find_files(folder).items():
-        name = re.sub(r"^(transformer|model)\.", "", key)
+        name = _our_name(key)
         if IGNORED.fullmatch(name):
             continue
         if name in entries:
@@ -191,7 +192,7 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
         entries[name] = entry
     if config.n_layers > len(entries):  # before anyone builds that many
         raise ModelError(f"{folder}: config.json has {config.n_layers} layers, the weights {len(entries)} tensors")
-    embedding = EMBEDDING[config.family]
+    embedding = "wte.weight" if config.family == "gpt2" else "embed_tokens.weight"
     head = entries.pop(HEAD, None) if config.tied else None
     if head is not None and embedding not in entries:  # a saver may keep a shared matrix under its second name
         entries[embedding], head = head, None
@@ -201,6 +202,11 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
     if head is not None:
         _warn_stale_head(head, entries[embedding])
     return state
+
+
+def _our_name(key: str) -> str:
+    name = re.sub(r"^(transformer|model)\.", "", key).replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(?<=\.)w[123](?=\.weight$)", lambda found: EXPERT[found[0]], name)
 
 
 def _check(entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

@@ -23,6 +23,7 @@ from nanoinfer.measure.machine import cpu_model
 from nanoinfer.models.attention import KVCache, attend
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.speed.options import check_dense
 
 #: Tokens that many-token code is made for: enough to share among threads, and no width of a model, or the compiler
 #: would take the two for one number.
@@ -99,7 +100,11 @@ def compile_layers(model: GPT2 | Llama) -> None:
 
     Args:
         model: a twin (:func:`nanoinfer.speed.twin.twin`), in its last shape: whatever replaces modules comes before.
+
+    Raises:
+        DeviceError: for a model with experts.
     """
+    check_dense(model.config, "the compiler")
     blocks = model.h if isinstance(model, GPT2) else model.layers
     try:
         mark = _mark(model)

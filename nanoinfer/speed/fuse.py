@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.models.attention import KVCache, attend
 from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import MLP, Attention, Block, Llama, rotate
+from nanoinfer.models.llama import MLP, Attention, Llama, rotate
 
 
 class FusedAttention(Attention):
@@ -59,9 +58,12 @@ def fuse(model: GPT2 | Llama) -> None:
     """
     if isinstance(model, GPT2):
         return
-    for module in model.layers:
-        block = cast(Block, module)
-        block.self_attn, block.mlp = FusedAttention(block.self_attn), FusedMLP(block.mlp)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Attention):
+                setattr(parent, name, FusedAttention(child))
+            elif isinstance(child, MLP):  # an expert is one too
+                setattr(parent, name, FusedMLP(child))
 
 
 def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:

@@ -19,6 +19,7 @@ from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.speed.options import check_dense
 from nanoinfer.speed.static_step import StaticStep
 
 Work = Callable[[], None]
@@ -78,10 +79,11 @@ class DecodeGraphs:
         recorder: None for CUDA graphs.
 
     Raises:
-        DeviceError: CUDA graphs for a model that is not on a CUDA device.
+        DeviceError: CUDA graphs for a model that is not on a CUDA device, or that has experts.
     """
 
     def __init__(self, model: GPT2 | Llama, most_rows: int, scratch: int, recorder: Recorder | None = None) -> None:
+        check_dense(model.config, "a CUDA graph")
         self._tensors = [*chain(model.parameters(), model.buffers())]
         device = self._tensors[0].device
         if recorder is None and device.type != "cuda":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from nanoinfer.errors import RequestError, nearest
+from nanoinfer.errors import DeviceError, RequestError, nearest
+from nanoinfer.models.config import ModelConfig
 
 Quantised = Literal["int8", "int4", "fp8"]
 
@@ -57,6 +58,12 @@ class Speed:
             raise RequestError(f"weights can be of one kind: give {' or '.join(weights)}")
         on = {name: name in words for name in switches}
         return cls(weights=weights[0] if weights else None, **on)  # type: ignore[arg-type]
+
+
+def check_dense(config: ModelConfig, what: str) -> None:
+    """Raise :class:`DeviceError` for a mixture of experts, where ``what`` needs a step that is alike for all tokens."""
+    if config.moe is not None:
+        raise DeviceError(f"{what} cannot do a mixture of experts: leave it off; fuse and pack can")
 
 
 def spoken(words: str) -> Speed:

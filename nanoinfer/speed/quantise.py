@@ -25,7 +25,7 @@ from nanoinfer.speed.formats import (
     to_int8_rows,
     to_nibbles,
 )
-from nanoinfer.speed.options import Quantised
+from nanoinfer.speed.options import Quantised, check_dense
 
 GROUPS = (32, 64, 128, 256)  # numbers that share a step in int4, as its operator has them
 GROUP = 32  # with step and middle 5 bits a weight
@@ -201,9 +201,10 @@ def quantise(
         group: of int4, numbers that share a step, one of ``GROUPS``.
 
     Raises:
-        DeviceError: fp8 where there are no such products, or for sizes that they do not take.
+        DeviceError: fp8 where there are no such products, or for sizes that they do not take; a model with experts.
         RequestError: a calibration for fp8 or of another model; a group that int4 does not have.
     """
+    check_dense(model.config, "quantising")
     linears = dict(layer_linears(model))
     if group not in GROUPS:
         raise RequestError(f"int4 has groups of {', '.join(map(str, GROUPS))}, not of {group}")
