@@ -110,8 +110,7 @@ def _plan(
     load = users * per_user_hour / 3600
     active = math.ceil(load / highest)
     found = run(load / active, False)
-    rates = found["rates"]
-    per_request = rates["output_tok_s"]["value"] / rates["requests_s"]["value"] if rates["requests_s"]["value"] else 0.0
+    per_request = found["tokens"]["output"] / max(1, found["requests"]["measured"])
     tokens_s, devices = load * per_request, (active + spares) * tp
     watts = None if target.watts is None else target.watts * devices
     return {

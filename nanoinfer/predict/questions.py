@@ -28,6 +28,8 @@ QUESTIONS: Final = (
     "does one device hold the model, or must it be split?",
 )
 WANTS: Final = ("latency", "throughput", "both")
+#: Splits of as many devices that are laid side by side, beside the one that was asked for.
+MOST_SHOWN: Final = 6
 NOT_GIVEN: Final = ("--models", "", "--want", "--shared-prefix", "")
 
 
@@ -122,7 +124,11 @@ def answer(
         "decides": number,
         "why": reason,
         "suggestion": _suggestion(case, number, found),
-        "choices": [choice.record() for choice in found[:6]],
+        "choices": [
+            {**choice.record(), "as_asked": choice.split == split}
+            for i, choice in enumerate(found)
+            if i < MOST_SHOWN or choice.split == split
+        ],
     }
 
 

@@ -88,7 +88,7 @@ def show_questions(console: Console, found: dict[str, Any]) -> None:
     decides = next(a for a in found["answers"] if a["question"] == found["decides"])
     ways = [
         (
-            way["name"],
+            way["name"] + (" (as asked)" if way["as_asked"] and len(found["choices"]) > 1 else ""),
             si(way["ttft_s"], "s"),
             si(way["decode_seconds"], "s"),
             f"{way['most_rows']:,}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
@@ -81,6 +82,7 @@ def memory(
     return max(stage_bytes, key=lambda used: used.total)
 
 
+@cache
 def _experts_elsewhere(config: ModelConfig, dtype: str, ep: int) -> float:
     """Bytes of the experts that other devices hold."""
     matrices = (m for layer in range(config.n_layers) for m in layer_matrices(config, layer) if m.copies > 1)

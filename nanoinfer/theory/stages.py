@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
@@ -17,6 +18,7 @@ from nanoinfer.theory.parameters import (
 )
 
 
+@cache
 def stages(n_layers: int, pp: int) -> tuple[range, ...]:
     """The layers of each of ``pp`` stages, as even as can be, the larger ones first.
 
@@ -31,6 +33,7 @@ def stages(n_layers: int, pp: int) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in itertools.pairwise(starts))
 
 
+@cache
 def layers_of(config: ModelConfig, layers: range) -> ModelConfig:
     """The shape of some of a model's layers, as if they were a model; windows and experts stay where they are."""
 
@@ -46,6 +49,7 @@ def layers_of(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
+@cache
 def stage_weight_bytes(config: ModelConfig, layers: range, dtype: str) -> int:
     """Bytes of one stage's weights. A tied matrix is needed at both ends, so two stages hold it."""
     element, table = bytes_per_element(dtype), head_matrix(config).size
