@@ -72,8 +72,8 @@ def plan(
     target = target_named(gpu, dtype_named(dtype))
 
     def run(rate: float, find: bool) -> dict[str, Any]:
-        load = {"prompts": prompts, "outputs": outputs, "requests": requests, "seed": seed}
-        limits = {"slo": slo, "needed": needed, "find": find}
+        load: dict[str, Any] = {"prompts": prompts, "outputs": outputs, "requests": requests, "seed": seed}
+        limits: dict[str, Any] = {"slo": slo, "needed": needed, "find": find}
         return simulate_serving(model, gpu, rate=rate, dtype=dtype, tp=tp, **load, **limits, **settings)
 
     searched = run(FIRST_RATE, True)
@@ -145,8 +145,8 @@ def _notes(target: Target, spares: int, plans: Sequence[Mapping[str, Any]]) -> I
 
 def show_plan(console: Console, record: dict[str, Any]) -> None:
     """A row for each number of users."""
-    machine, header = record["machine"], ("users", "requests/s", "replicas", "devices", "load", "TTFT p99", "TPOT p99")
-    header += ("tokens/s", "$/h", "$/Mtok out", "W", "tokens/J")
+    machine = record["machine"]
+    header = ("users", "requests/s", "replicas", "devices", "load", "TTFT p99", "TPOT p99")
     rows = []
     for one in record["plans"]:
         rows.append(
@@ -169,6 +169,6 @@ def show_plan(console: Console, record: dict[str, Any]) -> None:
         markup=False,
         highlight=False,
     )
-    console.print(as_table((header, rows)))
+    console.print(as_table(((*header, "tokens/s", "$/h", "$/Mtok out", "W", "tokens/J"), rows)))
     for note in record["notes"]:
         console.print(note, markup=False, highlight=False)

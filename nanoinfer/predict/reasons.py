@@ -85,8 +85,8 @@ def _overhead(step: Step) -> str:
         )
     if step.bound == "link":
         most = max((op for op in step.operators if op.bound == "link"), key=lambda op: op.seconds)
-        calls = f"{most.calls:,} {most.name}{'s' if most.calls > 1 else ''}"
-        return f"its {calls} cost more than its reading. Fewer devices or a faster link shorten it."
+        they = f"{most.calls:,} {most.name}{'s' if most.calls > 1 else ''}"
+        return f"its {they} cost more than its reading. Fewer devices or a faster link shorten it."
     calls = sum(op.calls for op in step.operators)
     return (
         f"starting its {calls:,} operators takes longer than their work. Fused operators, recorded graphs or a "

@@ -173,7 +173,8 @@ def _ring(config: ModelConfig, machine: Machine, split: Split, batch: int, token
     cp, tp, element = split.cp, split.tp, bytes_per_element(machine.dtype)
     ring, *ends = communication.context_parallel(config, batch, tokens, cp, element)
     ring = _part(ring, capacity.kv_share(config, tp))
-    own = roofline._step("prefill", config, machine, batch, *[math.ceil(tokens / cp)] * 2, tp).operators
+    c = math.ceil(tokens / cp)
+    own = roofline._step("prefill", config, machine, batch, c, c, tp).operators
     whole = roofline._attention(config, machine, batch, tokens, tokens, tp)
     attention = _divided(whole, machine, config.n_layers, cp)
     # The first of cp parts is a device's own; each of the others comes while the one before it is worked on.
