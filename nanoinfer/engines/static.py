@@ -30,10 +30,13 @@ class StaticEngine(Engine):
         while running := [r for r in requests if r.finish_reason is None]:
             with torch.inference_mode():
                 forward = forward or self.start(running)
-                logits = forward(running)
-                for error in not_finite(logits).values():
-                    raise error
-                token_ids = choose(logits, running)
+                token_ids = self.choose(forward(running), running)
             t = now()
             for request, token_id in zip(running, token_ids, strict=True):
                 yield request.accept(token_id, t)
+
+    def choose(self, logits: Tensor, running: list[Request]) -> list[int]:
+        """One token for each request, from its row of logits ``[R, V]``; raises where they are not finite."""
+        for error in not_finite(logits).values():
+            raise error
+        return choose(logits, running)

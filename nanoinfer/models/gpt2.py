@@ -88,13 +88,22 @@ class GPT2(nn.Module):
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """What comes out of the last layer, ``[B, T, d]``."""
-        x = self.wte(ids) + self.wpe(positions)  # [B, T, d]
+        return self.through_layers(self.embed(ids, positions), positions, cache, mask)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What goes into the first layer, ``[B, T, d]``."""
+        return self.wte(ids) + self.wpe(positions)  # type: ignore[no-any-return]
+
+    def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """From before the first layer to behind the last: ``[B, T, d]`` to the same."""
+        del positions  # they were added by :meth:`embed`
         for block in self.h:
             x = block(x, cache, mask)
         if cache is not None:
-            cache.advance(ids.shape[1])
-        return x  # type: ignore[no-any-return]
+            cache.advance(x.shape[1])
+        return x
 
     def head(self, x: Tensor) -> Tensor:
         """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
-        return F.linear(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
+        x = self.ln_f(x)
+        return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
