@@ -4,6 +4,9 @@ Only hidden states cross a boundary, ``B * T * d`` numbers a forward pass, which
 bears slow links. But a stage has nothing to do until the first micro-batch has come to it, nor once the last has left:
 of ``m`` micro-batches over ``p`` stages it idles ``(p-1) / (m+p-1)`` of the time (Huang et al., "GPipe", 2019), and a
 single request passes all stages one after the other as it would on one device.
+
+Here each token is a pass of its own for all rows, whose ids go back to the first stage together: so every token pays
+that price. Servers that let each micro-batch go on by itself pay it once, with as many under way as there are stages.
 """
 
 from __future__ import annotations
