@@ -35,10 +35,10 @@ def test_so_many_replicas_as_the_load_needs_and_one_more(found: dict[str, Any]) 
     highest = found["replica_rate_per_s"]
     for users, one in zip((10, 1000, 1_000_000), found["plans"], strict=True):
         assert one["load_per_s"] == pytest.approx(users * 12 / 3600)
-        assert one["replicas"] == math.ceil(one["load_per_s"] / highest)
+        assert one["replicas"] == math.ceil(one["load_per_s"] / (0.8 * highest))
         assert one["devices"] == one["replicas"] + 1
         assert one["load_share"] == pytest.approx(one["load_per_s"] / one["replicas"] / highest)
-        assert one["load_share"] <= 1
+        assert one["load_share"] <= 0.8
     assert found["plans"][0]["replicas"] == 1 < found["plans"][2]["replicas"]
 
 
@@ -59,7 +59,7 @@ def test_price_and_power_by_hand(found: dict[str, Any]) -> None:
 
 def test_limits_are_kept(found: dict[str, Any]) -> None:
     for one in found["plans"]:
-        assert one["good_share"] >= 0.98  # of a few hundred requests, at or below the highest rate
+        assert one["good_share"] >= 0.99
     assert any("cover one failure at a time" in note for note in found["notes"]) == (found["plans"][2]["replicas"] > 20)
 
 
@@ -71,32 +71,15 @@ def test_the_command(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(planning, "plan", planned)
-    args = ["plan", "smollm2-135m", "--gpu", "L4", "--users", "10", "--users", "1000", "--per-user", "12", "--tp", "3"]
-    args += [
-        "--slo",
-        "ttft=20ms,tpot=5ms",
-        "--usd-per-hour",
-        "0.8",
-        "--requests",
-        "300",
-        "--spares",
-        "2",
-        "--seed",
-        "1",
-    ]
-    args += [
-        "--prompt-tokens",
-        "uniform:10-200",
-        "--output-tokens",
-        "uniform:2-60",
-        "--dtype",
-        "fp16",
-        "--share",
-        "0.9",
-    ]
+    args = (
+        "plan smollm2-135m --gpu L4 --users 10 --users 1000 --per-user 12 --tp 3 --slo ttft=20ms,tpot=5ms "
+        "--usd-per-hour 0.8 --requests 300 --spares 2 --headroom 0.5 --seed 1 --dtype fp16 --share 0.9 "
+        "--prompt-tokens uniform:10-200 --output-tokens uniform:2-60"
+    ).split()
     result = CliRunner().invoke(cli.app, [*args, "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout) == found
-    others = {"model": "smollm2-135m", "gpu": "L4", "dtype": "fp16", "tp": 3, "spares": 2, "needed": 0.9}
+    others = {"model": "smollm2-135m", "gpu": "L4", "dtype": "fp16", "tp": 3}
+    others |= {"spares": 2, "needed": 0.9, "headroom": 0.5}
     assert asked == {**LOAD, **others, "users": [10, 1000], "per_user_hour": 12, "slo": SLO, "usd_per_hour": 0.8}
     text, last = CliRunner().invoke(cli.app, args).stdout, found["plans"][2]
     assert f"{last['replicas']:,} + 1" in text and f"{last['devices']:,}" in text
@@ -110,6 +93,7 @@ def test_the_command(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
         ({"users": [0]}, "users must be at least 1"),
         ({"per_user_hour": 0}, "--per-user must be a number above 0"),
         ({"spares": -1}, "--spares must not be negative"),
+        ({"headroom": 1.0}, "--headroom must be at least 0 and below 1"),
     ],
 )
 def test_refusals(options: dict[str, Any], says: str) -> None:

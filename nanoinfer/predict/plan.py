@@ -1,8 +1,9 @@
 """How many replicas so many users need, what they cost and what they draw: the record behind ``nanoinfer plan``.
 
 One replica is simulated (:mod:`nanoinfer.predict.serving`) to find the highest rate at which it still keeps its
-promises. So many of them take the load, and one more stands by for the one that fails. A load that is dealt out in turn
-comes to each replica more evenly than it is simulated here, so the plan errs on the safe side.
+promises. So many of them take the load that each has some headroom, and one more stands by for the one that fails. A
+load that is dealt out in turn comes to each replica more evenly than it is simulated here, which errs on the safe side;
+that a short run does not show how a queue grows errs on the other, for which the headroom is there too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nanoinfer.theory import cost
 from nanoinfer.theory.parameters import check_sizes
 
 #: Requests a second with which the search for a replica's highest rate begins.
-FIRST_RATE: Final = 1.0
+FIRST_RATE: Final = 16.0
 
 
 def plan(
@@ -36,6 +37,7 @@ def plan(
     outputs: str = "lognormal:16-512",
     dtype: str = "bfloat16",
     tp: int = 1,
+    headroom: float = 0.2,
     spares: int = 1,
     usd_per_hour: float | None = None,
     requests: int = 2000,
@@ -56,6 +58,7 @@ def plan(
         outputs: lengths of the answers.
         dtype: of weights, cache and arithmetic.
         tp: devices of a replica.
+        headroom: share of each replica's highest rate that is left free.
         spares: replicas beyond those that the load needs.
         usd_per_hour: the price of one device.
         requests: of each simulated run.
@@ -67,6 +70,8 @@ def plan(
     check_sizes(users=min(users, default=0))
     if spares < 0:
         raise RequestError(f"--spares must not be negative, got {spares}")
+    if not 0 <= headroom < 1:
+        raise RequestError(f"--headroom must be at least 0 and below 1, got {headroom:g}")
     if not 0 < per_user_hour < math.inf:
         raise RequestError(f"--per-user must be a number above 0, got {per_user_hour:g}")
     target = target_named(gpu, dtype_named(dtype))
@@ -83,7 +88,15 @@ def plan(
             f"no rate meets these limits on {tp} x {target.name}: even a lone request is too slow for {needed:.0%} of "
             "them; take looser limits, a faster device or --tp"
         )
-    plans = [_plan(n, per_user_hour, highest, target, tp, spares, usd_per_hour, run) for n in users]
+
+    def planned(n: int) -> dict[str, Any]:
+        load = n * per_user_hour / 3600
+        active = math.ceil(load / highest / (1 - headroom))
+        figures = _figures(run(load / active, False), load, (active + spares) * tp, target, usd_per_hour)
+        counts = {"users": n, "load_per_s": load, "replicas": active, "spares": spares}
+        return {**counts, "load_share": load / (active * highest), **figures}
+
+    plans = [planned(n) for n in users]
     return {
         "model": searched["model"],
         "machine": searched["machine"],
@@ -91,42 +104,29 @@ def plan(
         "slo_s": dict(slo),
         "needed_share": needed,
         "replica_rate_per_s": highest,
+        "headroom": headroom,
         "replica_rate_definition": searched["highest_rate"]["definition"],
         "plans": plans,
         "notes": list(_notes(target, spares, plans)),
     }
 
 
-def _plan(
-    users: int,
-    per_user_hour: float,
-    highest: float,
-    target: Target,
-    tp: int,
-    spares: int,
-    usd_per_hour: float | None,
-    run: Any,
+def _figures(
+    found: Mapping[str, Any], load: float, devices: int, target: Target, usd_per_hour: float | None
 ) -> dict[str, Any]:
-    load = users * per_user_hour / 3600
-    active = math.ceil(load / highest)
-    found = run(load / active, False)
-    per_request = found["tokens"]["output"] / max(1, found["requests"]["measured"])
-    tokens_s, devices = load * per_request, (active + spares) * tp
+    """What users feel on one replica, and what all devices cost and draw."""
+    tokens_s = load * found["tokens"]["output"] / max(1, found["requests"]["measured"])
     watts = None if target.watts is None else target.watts * devices
+    usd = None if usd_per_hour is None else usd_per_hour * devices
     return {
-        "users": users,
-        "load_per_s": load,
-        "replicas": active,
-        "spares": spares,
         "devices": devices,
-        "load_share": load / (active * highest),
         "busy_share": found["engine"]["busy"]["share"],
         "ttft_p99_s": found["latency"]["ttft"]["p99"],
         "tpot_p99_s": found["latency"]["tpot"]["p99"],
         "good_share": found["goodput"]["share"],
         "output_tokens_per_s": tokens_s,
-        "usd_per_hour": None if usd_per_hour is None else usd_per_hour * devices,
-        "output_usd_per_mtok": None if usd_per_hour is None else cost.usd_per_mtok(usd_per_hour * devices, tokens_s),
+        "usd_per_hour": usd,
+        "output_usd_per_mtok": None if usd is None else cost.usd_per_mtok(usd, tokens_s),
         "watts": watts,
         "tokens_per_joule": None if watts is None else tokens_s / watts,
     }
