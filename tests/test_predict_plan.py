@@ -71,11 +71,12 @@ def test_the_command(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(planning, "plan", planned)
-    args = (
+    words = (
         "plan smollm2-135m --gpu L4 --users 10 --users 1000 --per-user 12 --tp 3 --slo ttft=20ms,tpot=5ms "
         "--usd-per-hour 0.8 --requests 300 --spares 2 --headroom 0.5 --seed 1 --dtype fp16 --share 0.9 "
         "--prompt-tokens uniform:10-200 --output-tokens uniform:2-60"
-    ).split()
+    )
+    args = words.split()
     result = CliRunner().invoke(cli.app, [*args, "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout) == found
     others = {"model": "smollm2-135m", "gpu": "L4", "dtype": "fp16", "tp": 3}
