@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MethodType
-
 import torch
 from torch import Tensor, nn
 
@@ -73,10 +71,3 @@ def pack(model: GPT2 | Llama) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
-    model.head = MethodType(_head, model)  # type: ignore[method-assign]
-
-
-def _head(model: GPT2 | Llama, x: Tensor) -> Tensor:
-    """As the model's own, which multiplies by the weight itself."""
-    assert model.lm_head is not None
-    return model.lm_head(model.ln_f(x) if isinstance(model, GPT2) else model.norm(x))  # type: ignore[no-any-return]
