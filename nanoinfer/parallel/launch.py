@@ -10,11 +10,14 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -27,12 +30,15 @@ from nanoinfer.measure.files import write_whole
 
 #: Ranks of one machine; more is a slip of the keyboard.
 MOST_RANKS: Final = 64
+POLL_S: Final = 0.05
 
 
 def launch(
     task: str, ranks: int, options: dict[str, Any] | None = None, *, timeout_s: float = 600.0, device: str = "cpu"
 ) -> list[Any]:
     """Call a function in every one of ``ranks`` processes; what they return, in the order of ranks.
+
+    They share this process's standard output. What rank 0 writes to ``sys.stderr`` comes out at this process's.
 
     Args:
         task: ``module:function`` of this library, called as ``function(wire, **options)``; it returns plain data.
@@ -59,12 +65,13 @@ def launch(
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         command += ["-m", "nanoinfer.parallel.launch", name]
-        with open(folder / "stderr", "w", encoding="utf-8") as log:
-            process = subprocess.Popen(command, env=_environment(ranks), stderr=log, start_new_session=True)
+        with (folder / "stderr").open("w", encoding="utf-8") as log:
+            # Nothing is ever written to their standard input. It ends with this process, however that ends.
+            process = subprocess.Popen(
+                command, env=_environment(ranks), stdin=subprocess.PIPE, stderr=log, start_new_session=True
+            )
         try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = _wait(process, folder / "words", timeout_s)
         finally:
             _stop(process)
         return _answers(folder, ranks, code, timeout_s)
@@ -88,8 +95,24 @@ def _environment(ranks: int) -> dict[str, str]:
     return {**os.environ, **ours, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def _wait(process: subprocess.Popen[bytes], words: Path, timeout_s: float) -> int | None:
+    """Torchrun's exit code, or None when time is up. What rank 0 says meanwhile on standard error is said here."""
+    until = time.monotonic() + timeout_s
+    words.touch()
+    with words.open(encoding="utf-8", errors="replace") as said:
+        while True:
+            code = process.poll()
+            if text := said.read():
+                print(text, end="", file=sys.stderr, flush=True)
+            if code is not None or time.monotonic() > until:
+                return code
+            time.sleep(POLL_S)
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun, which ends its ranks, or all of them."""
+    """End the ranks, which watch their standard input, and torchrun with them."""
+    assert process.stdin is not None
+    process.stdin.close()
     for way in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -99,14 +122,20 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _answers(folder: Path, ranks: int, code: int | None, timeout_s: float) -> list[Any]:
+    """What the ranks returned, or what went wrong first: whoever fails later does so because of that."""
+    log = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
+    if code and (killed := re.search(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)", log)):
+        raise DeviceError(f"rank {killed[2]} was killed (signal {killed[1]}); was it out of memory?")
     failed = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
-    for said in sorted(failed, key=lambda said: said["at"]):  # who fails later fails because of the first
+    for said in sorted(failed, key=lambda said: said["at"]):
+        if said["kind"] == "BrokenPipeError":  # whoever read our output has left
+            raise BrokenPipeError
         kind = getattr(errors, said["kind"], None)
         raise kind(said["text"]) if kind else DeviceError(f"rank {said['rank']} died: {said['kind']}: {said['text']}")
     if code is None:
         raise DeviceError(f"the {ranks} ranks were stopped: they had not ended after {timeout_s:.0f} s")
     if code:
-        lines = (folder / "stderr").read_text(encoding="utf-8", errors="replace").splitlines() or ["without a word"]
+        lines = log.splitlines() or ["without a word"]
         raise DeviceError(f"the ranks died: torchrun ended with {code}: {lines[-1].strip()}")
     return [json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
@@ -118,6 +147,7 @@ def _rank(folder: Path) -> None:
 
     from nanoinfer.parallel.wire import Wire
 
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     if order["device"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -126,7 +156,8 @@ def _rank(folder: Path) -> None:
     rank = dist.get_rank()
     try:
         module, _, function = order["task"].partition(":")
-        answer = getattr(importlib.import_module(module), function)(Wire(), **order["options"])
+        with _words(folder / "words") if rank == 0 else contextlib.nullcontext():
+            answer = getattr(importlib.import_module(module), function)(Wire(), **order["options"])
         write_whole(folder / f"answer-{rank}.json", json.dumps(answer))
         dist.barrier()  # nobody hangs up while another still listens
     except Exception as error:
@@ -135,6 +166,19 @@ def _rank(folder: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _words(path: Path) -> Iterator[None]:
+    """Python's standard error to a file that the caller reads along; torchrun's own has more than it wants to know."""
+    with path.open("a", buffering=1, encoding="utf-8") as words, contextlib.redirect_stderr(words):
+        yield
+
+
+def _end_with_caller() -> None:
+    """Leave as soon as whoever called :func:`launch` has left, and whatever this rank waits for."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

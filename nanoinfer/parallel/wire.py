@@ -59,7 +59,7 @@ class Wire:
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Everybody's ``x``, of one shape, joined along ``dim`` in the order of ranks; each sends ``n-1`` times its own."""
+        """Everybody's ``x``, of one shape, joined along ``dim`` by rank; each sends ``n-1`` times its own."""
         start = now()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)

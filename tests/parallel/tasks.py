@@ -1,0 +1,25 @@
+"""What ranks are made to do by the tests of the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from nanoinfer.parallel.wire import Wire
+
+
+def killed(wire: Wire) -> None:
+    """Rank 1 dies while rank 0 waits for it."""
+    if wire.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wire.all_reduce(torch.zeros(1))
+
+
+def wait(wire: Wire, folder: str) -> None:
+    """For longer than anybody has; the process id is left in a file."""
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(600)
