@@ -1,0 +1,145 @@
+"""What ranks do for several test files, in one launch for each number of ranks: starting them takes seconds."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.padding import left_pad
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.registry import LoadedModel
+from nanoinfer.parallel.calibrate import time_calls
+from nanoinfer.parallel.launch import launch
+from nanoinfer.parallel.ring import ring_all_reduce
+from nanoinfer.parallel.tensor import shard
+from nanoinfer.parallel.wire import Wire
+from nanoinfer.sampling import SamplingParams
+from tests.engines.helpers import tiny
+
+#: 101 tokens: neither 2 nor 4 ranks divide that.
+SHAPES = {
+    "llama": ModelConfig("llama", 2, 32, 4, 4, 8, 48, 101, 48, tied=False),
+    "grouped, tied": ModelConfig("llama", 2, 32, 8, 2, 4, 48, 101, 48),
+    "gpt2": ModelConfig("gpt2", 2, 32, 4, 4, 8, 64, 101, 48),
+}
+#: Heads and an MLP that two ranks cannot share evenly; the latter not in any way.
+UNEVEN = ModelConfig("llama", 2, 36, 9, 3, 4, 51, 101, 48)
+PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97], [9, 32, 38, 46, 26, 43, 38]]
+#: Fed behind the prompts, one column a step.
+FED = [[100, 2, 71], [50, 51, 0], [27, 18, 28]]
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
+RING_LENGTHS = (1, 3, 8, 1000)
+
+
+def answers(ranks: int) -> list[Any]:
+    """What every rank found."""
+    if isinstance(found := _found(ranks), Exception):
+        raise found
+    return found
+
+
+@functools.cache
+def _found(ranks: int) -> list[Any] | Exception:
+    try:
+        return launch("tests.parallel.launched:everything", ranks)
+    except NanoinferError as error:  # kept too, or every test would launch anew
+        return error
+
+
+def everything(wire: Wire) -> dict[str, Any]:
+    """One entry for each test file."""
+    found: dict[str, Any] = {"wire": collectives(wire), "ring": rings(wire), "link": time_calls(wire, 2)}
+    for name, config in SHAPES.items():
+        found[name] = sliced(tiny(config), wire)
+    if wire.size == 2:
+        found["uneven"] = sliced(tiny(UNEVEN), wire, uneven=True)
+    return found
+
+
+def collectives(wire: Wire) -> dict[str, Any]:
+    """What comes out of each, and what it notes."""
+    n, rank = wire.size, wire.rank
+    before, behind = (rank - 1) % n, (rank + 1) % n
+    x = torch.tensor([[rank, 10.0], [20.0, rank]])
+    found: dict[str, Any] = {
+        "all-reduce": wire.all_reduce(x.clone()).tolist(),
+        "all-gather": wire.all_gather(x).tolist(),
+        "exchange": wire.exchange(x, behind, before).tolist(),
+        "broadcast": wire.broadcast(x.clone(), 1).tolist(),
+    }
+    # rank r has r + i numbers for rank i, so that all parts are of unlike lengths and one is empty
+    parts = [torch.full((rank + i,), 10.0 * rank + i) for i in range(n)]
+    found["all-to-all"] = [t.tolist() for t in wire.all_to_all(parts, [torch.empty(i + rank) for i in range(n)])]
+    if rank == 0:
+        wire.send(x, 1)
+    elif rank == 1:
+        found["receive"] = wire.receive(torch.empty(2, 2), 0).tolist()
+    found["log"] = [[call.kind, call.message, call.sent, call.seconds > 0] for call in wire.log]
+    wire.log.clear()
+    return found
+
+
+def rings(wire: Wire) -> dict[str, Any]:
+    """The all-reduce by hand beside PyTorch's, and the bytes of its exchanges."""
+    found = {}
+    for length in RING_LENGTHS:
+        x = torch.randn(length, generator=torch.Generator().manual_seed(wire.rank))
+        theirs = wire.all_reduce(x.clone())
+        wire.log.clear()
+        ours = ring_all_reduce(wire, x)
+        assert ours is x
+        off = (ours - theirs).abs().max().item()
+        found[str(length)] = [off, {call.kind for call in wire.log} == {"exchange"}, sum(c.sent for c in wire.log)]
+        wire.log.clear()
+    return found
+
+
+def sliced(loaded: LoadedModel, wire: Wire, uneven: bool = False) -> dict[str, Any]:
+    """A rank's slice, driven as the test drives the whole."""
+    before = [p.clone() for p in loaded.model.parameters()]
+    part = shard(loaded, wire, uneven=uneven)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, loaded.model.parameters(), strict=True))
+    whole_memory = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
+    kept = sum(p.nbytes for p in part.model.parameters() if p.untyped_storage().data_ptr() in whole_memory)
+    wire.log.clear()
+    config = part.model.config
+    return {
+        **drive(part, wire),
+        "config": [config.n_heads, config.n_kv_heads, config.d_ff],
+        "untouched": untouched,
+        "shared": kept,  # bytes of the whole that the slice keeps alive
+        "bytes": sum(p.nbytes for p in part.model.parameters()),
+    }
+
+
+@torch.inference_mode()
+def drive(loaded: LoadedModel, wire: Wire | None = None) -> dict[str, Any]:
+    """Logits of a ragged batch's prefill and of decode steps, the calls of each, and what two engines say."""
+    model, log = loaded.model, [] if wire is None else wire.log
+    batch = left_pad(PROMPTS)
+    longest = batch.ids.shape[1]
+    cache = ContiguousCache(model.config, len(PROMPTS), longest + len(FED[0]), "cpu", torch.float32)
+    logits: list[Tensor] = [model(batch.ids, batch.positions, cache, batch.mask, last_only=True)[:, -1]]
+    marks = [len(log)]
+    for step in range(len(FED[0])):
+        ids = torch.tensor([[row[step]] for row in FED])
+        positions = torch.tensor([[len(prompt) + step] for prompt in PROMPTS])
+        mask = (torch.arange(longest + step + 1) >= batch.pads[:, None])[:, None, None, :]
+        logits.append(model(ids, positions, cache, mask)[:, -1])
+        marks.append(len(log))
+    calls = [[[c.kind, c.message, c.sent] for c in log[a:b]] for a, b in zip([0, *marks], marks, strict=False)]
+    engines = (
+        CachedEngine(loaded),
+        ContinuousEngine(loaded, max_running=4, token_budget=6, block_size=4, cache_tokens=128),
+    )
+    settings = (GREEDY, SEEDED)
+    said = [[[done.token_ids for done in e.generate(PROMPTS, p)] for p in settings] for e in engines]
+    return {"logits": [t.tolist() for t in logits], "calls": calls, "said": said}

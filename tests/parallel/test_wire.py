@@ -1,0 +1,45 @@
+"""Each collective brings what it should, and notes what it sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.launched import answers
+
+MESSAGE = 16  # bytes of a 2 x 2 tensor in float32
+
+
+def x(rank: int) -> list[list[float]]:
+    return [[rank, 10.0], [20.0, rank]]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_comes_out(n: int) -> None:
+    for rank, answer in enumerate(answers(n)):
+        found = answer["wire"]
+        total = sum(range(n))
+        assert found["all-reduce"] == [[total, 10.0 * n], [20.0 * n, total]]
+        gathered = zip(*map(x, range(n)), strict=True)
+        assert found["all-gather"] == [[value for part in row for value in part] for row in gathered]
+        assert found["exchange"] == x((rank - 1) % n)
+        assert found["broadcast"] == x(1)
+        assert found["all-to-all"] == [[10.0 * source + rank] * (source + rank) for source in range(n)]
+    assert answers(n)[1]["wire"]["receive"] == x(0)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_is_noted(n: int) -> None:
+    for rank, answer in enumerate(answers(n)):
+        parts = [4 * (rank + i) for i in range(n)]
+        expected: list[list[Any]] = [
+            ["all-reduce", MESSAGE, 2 * (n - 1) / n * MESSAGE],
+            ["all-gather", MESSAGE, (n - 1) * MESSAGE],
+            ["exchange", MESSAGE, MESSAGE],
+            ["broadcast", MESSAGE, MESSAGE if rank == 1 else 0],
+            ["all-to-all", sum(parts), sum(parts) - parts[rank]],
+            *([["send", MESSAGE, MESSAGE]] if rank == 0 else []),
+            *([["receive", MESSAGE, 0]] if rank == 1 else []),
+        ]
+        assert answer["wire"]["log"] == [[*call, True] for call in expected]
