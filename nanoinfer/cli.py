@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from nanoinfer import cli_predict, cli_serving, talk
+from nanoinfer import cli_cluster, cli_predict, cli_serving, talk
 from nanoinfer.errors import NanoinferError
 
 if TYPE_CHECKING:
@@ -152,15 +152,38 @@ def generate(
     stop: Stop = None,
     engine: EngineName = "cached",
     speed: SpeedWords = None,
+    tp: Annotated[int, typer.Option(help="Processes that share every layer (tensor parallel).")] = 1,
+    pp: Annotated[int, typer.Option(help="Processes that have some of the layers each (pipeline parallel).")] = 1,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
     """Continue a text: the continuation to standard output, its figures to standard error."""
     text = talk.read_prompt(prompt)
+    params = _params(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    if (tp, pp) != (1, 1):
+        from nanoinfer.parallel import generate as ranks
+
+        record = ranks.generate(
+            model,
+            text,
+            params,
+            tp=tp,
+            pp=pp,
+            engine=engine,
+            speed=speed,
+            device=device,
+            dtype=dtype,
+            seed=seed or 0,
+            prints=not as_json,
+        )
+        if as_json:
+            _emit(record)
+        else:
+            talk.say(ranks.figures_line(record))
+        return
     from nanoinfer import load
 
-    params = _params(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     ready = load(model, engine, device=device, dtype=dtype, seed=seed or 0, **_speed(speed))
     if as_json:
         _emit(talk.record(ready, text, params))
@@ -249,6 +272,7 @@ def doctor(as_json: Json = False) -> None:
 
 cli_predict.register(app)
 cli_serving.register(app)
+cli_cluster.register(app)
 
 
 # --- the book ---------------------------------------------------------------------

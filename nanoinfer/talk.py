@@ -17,6 +17,7 @@ from nanoinfer.measure import machine, metrics
 
 if TYPE_CHECKING:
     from nanoinfer.engines.engine import Engine
+    from nanoinfer.engines.request import Completion
     from nanoinfer.measure.trace import Trace
     from nanoinfer.sampling import SamplingParams
 
@@ -63,6 +64,11 @@ def stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> s
 def record(engine: Engine, prompt: str, params: SamplingParams) -> dict[str, Any]:
     """A reply as data: text, ids, times by definition, and what it ran on."""
     (done,) = engine.generate(prompt, params)
+    return told(engine, done, params)
+
+
+def told(engine: Engine, done: Completion, params: SamplingParams) -> dict[str, Any]:
+    """What :func:`record` returns, of a reply that is there."""
     return {
         "model": engine.loaded.name,
         "source": engine.loaded.source,

@@ -1,0 +1,201 @@
+"""``nanoinfer generate --tp N`` and ``--pp N``: one reply by several ranks, the same as by one.
+
+Every rank loads the model, keeps its part of it and runs the same loop over the same prompt. Rank 0 prints the words as
+they come, to the standard output that all share; the figures are left to the caller.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from nanoinfer import talk
+from nanoinfer.errors import RequestError, nearest
+from nanoinfer.measure.trace import Trace
+from nanoinfer.parallel.launch import launch
+
+if TYPE_CHECKING:
+    from nanoinfer.engines.engine import Engine
+    from nanoinfer.models.registry import LoadedModel
+    from nanoinfer.parallel.wire import Sent, Wire
+    from nanoinfer.sampling import SamplingParams
+
+T = TypeVar("T")
+SPLITS: Final = {"tp": "tensor parallel", "pp": "pipeline parallel"}
+#: Engines that run on a slice of a model as they do on the whole. (``auto`` tries what slices do not have.)
+ENGINES: Final = ("naive", "cached", "batched", "continuous", "speculative")
+LONGEST_S: Final = 24 * 3600.0
+
+
+def generate(
+    model: str,
+    prompt: str,
+    params: SamplingParams,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    engine: str = "cached",
+    speed: str | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+    prints: bool = True,
+) -> dict[str, Any]:
+    """A reply by ``tp`` or ``pp`` ranks, as the record that ``nanoinfer generate --json`` prints.
+
+    Its ``parallel`` has the split, the bytes that each rank sent for the prompt and for the tokens behind the first,
+    and rank 0's calls by kind.
+
+    Args:
+        model: as :func:`nanoinfer.models.registry.load_model`.
+        prompt: a text.
+        params: without a seed, one is drawn, since all ranks must roll the same dice.
+        tp: ranks that share every layer.
+        pp: ranks that have some layers each.
+        engine: ``naive``, ``cached``, ``batched``, ``continuous`` or ``speculative``; ``cached`` alone with ``pp``.
+        speed: None; what else engines may use, ranks do not have.
+        device: ``cpu`` or ``cuda``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        seed: of random weights.
+        prints: the words to standard output, as they come.
+
+    Raises:
+        RequestError: what cannot be split, or not so.
+        NanoinferError: as one process raises it.
+    """
+    split, ranks = _split(tp, pp, engine, speed)
+    from nanoinfer.models.registry import check_dtype, find_model
+
+    find_model(model)
+    check_dtype(device, dtype)
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(63))
+    options: dict[str, Any] = {"model": model, "prompt": prompt, "params": asdict(params), "split": split}
+    options |= {"engine": engine, "device": device, "dtype": dtype, "seed": seed, "prints": prints}
+    answers = launch(f"{__name__}:reply", ranks, options, device=device, timeout_s=LONGEST_S)
+    first: dict[str, Any] = answers[0]["record"]
+    sent = {phase: [answer["sent"][phase] for answer in answers] for phase in ("prompt", "tokens")}
+    each = sum(sent["tokens"]) / (n - 1) if (n := first["output_tokens"]) > 1 else None
+    told = {"split": SPLITS[split], "ranks": ranks, "sent_bytes": sent, "sent_bytes_per_token": each}
+    return {**first, "parallel": {**told, "rank_0": answers[0]["calls"]}}
+
+
+def figures_line(record: dict[str, Any]) -> str:
+    """The figures of a reply in one line, as one process has them, and what the ranks sent each other."""
+    line, told = talk.summary_line(Trace(**record["trace"]), record["finish_reason"]), record["parallel"]
+    each = told["sent_bytes_per_token"]
+    sent = "n/a" if each is None else f"{each / 1000:.1f} kB"
+    return f"{line} | {told['ranks']} ranks, {told['split']}: {sent} sent a token, by all together"
+
+
+def _split(tp: int, pp: int, engine: str, speed: str | None) -> tuple[str, int]:
+    """Which split over how many ranks."""
+    for name, ranks in (("tp", tp), ("pp", pp)):
+        if ranks < 1:
+            raise RequestError(f"--{name} must be at least 1, got {ranks}")
+    if tp > 1 and pp > 1:
+        raise RequestError("--tp and --pp do not go together here: give one of them")
+    if speed is not None:
+        raise RequestError("--speed does not go with --tp or --pp: ranks run the plain model")
+    if engine not in ENGINES:
+        raise RequestError(f"no engine '{engine}' for several ranks; {nearest(engine, ENGINES)}")
+    if pp > 1 and engine != "cached":
+        raise RequestError(f"--pp runs the cached engine over stages, not '{engine}': leave --engine out")
+    return ("tp", tp) if tp > 1 else ("pp", pp)
+
+
+# --- what each rank does ----------------------------------------------------------------
+
+
+def reply(
+    wire: Wire,
+    model: str,
+    prompt: str,
+    params: dict[str, Any],
+    split: str,
+    engine: str,
+    device: str,
+    dtype: str,
+    seed: int,
+    prints: bool,
+) -> dict[str, Any]:
+    """This rank's part: what it sent, and at rank 0 the record."""
+    from nanoinfer.models.registry import load_model
+    from nanoinfer.sampling import SamplingParams
+
+    settings = SamplingParams(**params)
+    prints = prints and wire.rank == 0
+    if prints and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # any text must print, whatever the locale
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
+
+    def make() -> Engine:
+        loaded = load_model(model, device=device, dtype=dtype, seed=seed)
+        if split == "pp":
+            from nanoinfer.parallel.pipeline import PipelineEngine
+
+            return PipelineEngine(loaded, wire)
+        return _on_slice(loaded, wire, engine, len(prompt.encode()) + 2 + settings.max_tokens)
+
+    made = _in_turn(wire, make)
+    wire.log.clear()
+    generation = made.stream(prompt, settings)
+    in_prompt = None
+    for event in generation:
+        in_prompt = len(wire.log) if in_prompt is None else in_prompt
+        if prints:
+            print(event.text, end="", flush=True)
+    if prints:
+        print(flush=True)
+    phases = {"prompt": wire.log[:in_prompt], "tokens": wire.log[in_prompt:]}
+    answer: dict[str, Any] = {"sent": {phase: sum(call.sent for call in calls) for phase, calls in phases.items()}}
+    if wire.rank == 0:
+        (done,) = generation.completions
+        answer["record"] = talk.told(made, done, settings)
+        answer["calls"] = {phase: _by_kind(calls) for phase, calls in phases.items()}
+    return answer
+
+
+def _on_slice(loaded: LoadedModel, wire: Wire, engine: str, most_tokens: int) -> Engine:
+    """An engine over this rank's slice of a model."""
+    from nanoinfer.engines.load import load
+    from nanoinfer.parallel.tensor import is_even, shard
+
+    config, options = loaded.model.config, dict[str, Any]()
+    part = shard(loaded, wire, uneven=True)
+    if wire.rank == 0 and not is_even(config, wire.size):
+        heads = f"{config.n_heads} query heads and {config.n_kv_heads} KV heads"
+        talk.say(f"nanoinfer: {wire.size} ranks share {heads} unevenly, and the largest share decides the speed")
+    if engine == "continuous":  # or it would take what memory is free at the moment, and ranks would differ
+        options["cache_tokens"] = min(most_tokens, config.context) + 8
+    return load(part, engine, **options)
+
+
+def _in_turn(wire: Wire, make: Callable[[], T]) -> T:
+    """Made by one rank after the other, and parts of it let go: never is there more than one whole model.
+
+    What has to be fetched or converted first is so once, by rank 0.
+    """
+    import torch.distributed as dist
+
+    made: list[T] = []
+    for turn in range(wire.size):
+        if turn == wire.rank:
+            made.append(make())
+        dist.barrier(wire.group)
+    return made[0]
+
+
+def _by_kind(calls: Sequence[Sent]) -> dict[str, dict[str, float]]:
+    """Calls, bytes sent and seconds, waiting included, of each kind."""
+    kinds: dict[str, dict[str, float]] = {}
+    for call in calls:
+        of = kinds.setdefault(call.kind, {"calls": 0, "sent_bytes": 0.0, "seconds": 0.0})
+        of["calls"] += 1
+        of["sent_bytes"] += call.sent
+        of["seconds"] += call.seconds
+    return kinds
