@@ -20,6 +20,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity
 from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory.stages import evenly
 
 #: Bytes of a token's id, and of a count.
 INT64: Final = 8
@@ -103,12 +104,11 @@ def logits_gather(config: ModelConfig, ends: int, n: int, itemsize: int) -> Traf
 
 
 def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
-    """Rows of each micro-batch, as even as can be, the larger ones first. Raises :class:`RequestError`."""
+    """Rows of each micro-batch, the larger ones first. Raises :class:`RequestError` for more of them than rows."""
     check_sizes(rows=rows, micro_batches=micro_batches)
     if micro_batches > rows:
         raise RequestError(f"{rows} rows do not fill {micro_batches} micro-batches; take at most {rows}")
-    size, larger = divmod(rows, micro_batches)
-    return (size + 1,) * larger + (size,) * (micro_batches - larger)
+    return tuple(map(len, evenly(rows, micro_batches)))
 
 
 def pipeline_parallel(

@@ -18,9 +18,16 @@ from nanoinfer.theory.parameters import (
 )
 
 
+def evenly(count: int, parts: int) -> tuple[range, ...]:
+    """``count`` things in so many parts of neighbours, as even as can be, the larger ones first."""
+    size, larger = divmod(count, parts)
+    starts = [i * size + min(i, larger) for i in range(parts + 1)]
+    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
+
+
 @cache
 def stages(n_layers: int, pp: int) -> tuple[range, ...]:
-    """The layers of each of ``pp`` stages, as even as can be, the larger ones first.
+    """The layers of each of ``pp`` stages.
 
     Raises:
         RequestError: fewer layers than stages.
@@ -28,9 +35,7 @@ def stages(n_layers: int, pp: int) -> tuple[range, ...]:
     check_sizes(pp=pp)
     if pp > n_layers:
         raise RequestError(f"pp {pp} stages need a layer each and the model has {n_layers}: take at most {n_layers}")
-    size, larger = divmod(n_layers, pp)
-    starts = [i * size + min(i, larger) for i in range(pp + 1)]
-    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
+    return evenly(n_layers, pp)
 
 
 @cache

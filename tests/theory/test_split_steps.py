@@ -14,7 +14,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.config import SHAPES
 from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import arithmetic, capacity, roofline
-from nanoinfer.theory.communication import bubble
+from nanoinfer.theory.communication import bubble, micro_batch_rows
 from nanoinfer.theory.named_models import MODELS
 from nanoinfer.theory.roofline import Machine, Step
 from nanoinfer.theory.split import Split, largest_batch, memory
@@ -92,6 +92,13 @@ class TestPipeline:
                 parts = [stage_weight_bytes(config, part, "bfloat16") for part in stages(config.n_layers, pp)]
                 assert sum(parts) == whole + twice
             assert stage_weight_bytes(config, range(config.n_layers), "bfloat16") == whole
+
+    def test_layers_and_rows_are_cut_as_the_ranks_cut_them(self) -> None:
+        from nanoinfer.parallel.pipeline import evenly
+
+        for count, parts in ((30, 4), (32, 8), (7, 7), (5, 2), (61, 3)):
+            assert list(stages(count, parts)) == list(evenly(count, parts))
+            assert micro_batch_rows(count, parts) == tuple(map(len, evenly(count, parts)))
 
     def test_windows_and_experts_stay_where_they_are(self) -> None:
         part = layers_of(GEMMA, range(4, 13))  # full attention in the layers 5, 11, 17, 23
