@@ -30,7 +30,7 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in LOADS}
     for _ in range(args.rounds):  # turn about, so that what drifts meets both
         for name, load in LOADS.items():
-            floor = asyncio.run(measure_floor(**load, seconds=args.seconds)).as_dict()
+            floor = asyncio.run(measure_floor(**load, seconds=args.seconds)).as_json()
             found[name].append(floor)
             shown = {key: f"{1000 * floor[key]:.2f} ms" for key in ("overhead_mean_s", "send_lag_p99_s") if floor[key]}
             print(f"{name}: {shown}", flush=True)

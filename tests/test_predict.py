@@ -14,12 +14,16 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer import cli
+from nanoinfer.errors import ModelError
 from nanoinfer.models.config import SHAPES
 from nanoinfer.predict import speed, target
+from nanoinfer.predict.shapes import config_of
 from nanoinfer.predict.size import fit
 from nanoinfer.predict.speed import predict
 from nanoinfer.predict.tables import si
 from nanoinfer.theory import arithmetic
+from nanoinfer.theory.named_models import CONTEXTS, MODELS
+from nanoinfer.theory.parameters import parameters
 from nanoinfer.theory.roofline import Machine, cached_seconds
 
 LLAMA = SHAPES["llama-3.1-8b"]
@@ -270,3 +274,13 @@ def test_a_datasheet_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_model_is_known_by_its_published_name_with_its_published_context() -> None:
+    assert set(CONTEXTS) == set(MODELS)
+    for name, (_, count) in MODELS.items():
+        config = config_of(name.lower())
+        assert (parameters(config), config.context) == (count, CONTEXTS[name])
+    assert config_of("Llama-3-70B").context == 8192
+    with pytest.raises(ModelError, match=r"unknown model 'llama-3-71b'.*did you mean 'llama-3-70b'"):
+        config_of("llama-3-71b")

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from nanoinfer.errors import ModelError, nearest
 from nanoinfer.models.config import SHAPES, ModelConfig
 from nanoinfer.models.config_files import from_hf, read_json
+from nanoinfer.theory.named_models import CONTEXTS, MODELS
 from nanoinfer.theory.parameters import parameters
+
+#: Models that are counted but not loaded, by their names in small letters.
+_COUNTED = {name.lower(): name for name in MODELS if name.lower() not in SHAPES}
 
 
 def config_of(name: str) -> ModelConfig:
-    """The shape of a model by name (``gpt2``, ``random:llama-3.1-8b``) or of a file or folder on this machine.
+    """The shape of a model by name (``gpt2``, ``llama-3-70b``) or of a file or folder on this machine.
 
     Raises :class:`ModelError` for a name that is none of these.
     """
     if (shape := name.removeprefix("random:")) in SHAPES:
         return SHAPES[shape]
+    if (counted := _COUNTED.get(shape.lower())) is not None:
+        return replace(from_hf(MODELS[counted][0], counted), context=CONTEXTS[counted])
     try:
         path = Path(name).expanduser()
         is_there = bool(name) and path.exists()
@@ -27,7 +34,8 @@ def config_of(name: str) -> ModelConfig:
         return config_of_file(path)
     if path.suffix in (".gguf", ".json") or len(path.parts) > 2:
         raise ModelError(f"{path}: no such file or folder")
-    raise ModelError(f"unknown model '{name}' (nor is it a config.json, a folder or a .gguf); {nearest(shape, SHAPES)}")
+    known = [*SHAPES, *_COUNTED]
+    raise ModelError(f"unknown model '{name}' (nor is it a config.json, a folder or a .gguf); {nearest(shape, known)}")
 
 
 def config_of_file(path: Path) -> ModelConfig:

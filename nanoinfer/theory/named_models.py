@@ -155,3 +155,21 @@ ACTIVE: dict[str, tuple[float, float, bool]] = {
     "gpt-oss-20b": (3.61, 0.005, False),
     "gpt-oss-120b": (5.13, 0.005, False),
 }
+
+#: Tokens that each can hold, as its model card says: a prediction may ask for no more.
+CONTEXTS: dict[str, int] = {
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), 1024),
+    "TinyLlama-1.1B": 2048,
+    **dict.fromkeys(("Llama-2-7B", "Llama-2-13B", "Llama-2-70B", "Phi-3-mini-4k", "Phi-3-medium"), 4096),
+    **dict.fromkeys(("OLMo-2-1B", "OLMo-2-7B", "OLMo-2-13B"), 4096),
+    **dict.fromkeys(("Llama-3-8B", "Llama-3-70B", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b"), 8192),
+    **dict.fromkeys(("SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B"), 8192),
+    "Phi-4": 16_384,
+    **dict.fromkeys(("Mistral-7B-v0.1", "Mixtral-8x7B", "gemma-3-270m", "gemma-3-1b", "DeepSeek-V2-Lite"), 32_768),
+    **dict.fromkeys(("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"), 32_768),
+    **dict.fromkeys((name for name in MODELS if name.startswith("Qwen3-")), 32_768),
+    "Mixtral-8x22B": 65_536,
+    **dict.fromkeys(("Llama-3.1-405B", "Llama-3.2-1B", "Llama-3.2-3B", "Mistral-Nemo-12B", "Phi-4-mini"), 131_072),
+    **dict.fromkeys(("Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"), 131_072),
+    **dict.fromkeys(("DeepSeek-V2", "DeepSeek-V3", "gpt-oss-20b", "gpt-oss-120b"), 131_072),
+}
