@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -106,13 +107,15 @@ def predicted(traffic: Iterable[Traffic], link: LinkRates) -> float:
 def fitted(points: Iterable[tuple[float, float]]) -> Rate:
     """The line through points of bytes and seconds that misses none by much: least squares of relative errors."""
     points = tuple(points)
-    # Seconds to each point's own scale: a * (1 / t) + b * (x / t) = 1, in the least squares of both unknowns.
+    # Each point to its own scale, alpha * (1 / t) + (x / t) / beta = 1, and then the least squares of the two.
     rows = [(1 / t, x / t) for x, t in points]
-    aa, ab, bb = (sum(u[i] * u[j] for u in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(u[i] for u in rows) for i in (0, 1))
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
     alpha, per_byte = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
-    return Rate(alpha, 1 / per_byte, points)
+    if per_byte <= 0:  # so disturbed that no line rises through them
+        return Rate(a / aa, math.inf, points)
+    return Rate(alpha, 1 / per_byte, points) if alpha > 0 else Rate(0.0, bb / b, points)
 
 
 # --- measuring -------------------------------------------------------------------------

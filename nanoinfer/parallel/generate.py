@@ -88,8 +88,8 @@ def figures_line(record: dict[str, Any]) -> str:
     """The figures of a reply in one line, as one process has them, and what the ranks sent each other."""
     line, told = talk.summary_line(Trace(**record["trace"]), record["finish_reason"]), record["parallel"]
     each = told["sent_bytes_per_token"]
-    sent = "n/a" if each is None else f"{each / 1000:.1f} kB"
-    return f"{line} | {told['ranks']} ranks, {told['split']}: {sent} sent a token, by all together"
+    sent = "" if each is None else f": {each / 1000:.1f} kB sent a token, by all together"
+    return f"{line} | {told['ranks']} ranks, {told['split']}{sent}"
 
 
 def _split(tp: int, pp: int, engine: str, speed: str | None) -> tuple[str, int]:

@@ -34,6 +34,12 @@ def test_errors_count_as_shares() -> None:
     assert rate.error == pytest.approx(max(abs(rate.seconds(1, x) / t - 1) for x, t in bent))
 
 
+def test_neither_number_is_ever_negative() -> None:
+    falling, steep = fitted([(1, 2.0), (100, 1.0)]), fitted([(1, 1.0), (100, 200.0)])
+    assert (falling.alpha, falling.seconds(1, 1e9)) == pytest.approx((1.2, 1.2))
+    assert (steep.alpha, steep.seconds(1, 100)) == (0, pytest.approx(120))
+
+
 def test_a_prediction_adds_up_calls_and_bytes() -> None:
     rates = {"all-reduce": Rate(1e-3, 1e6, ()), "all-gather": Rate(1e-4, 1e9, ())}
     link = LinkRates(2, "cpu", rates, 0.0)
