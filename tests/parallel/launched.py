@@ -36,7 +36,8 @@ PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97], [9, 32, 38, 46, 26, 43, 38]]
 FED = [[100, 2, 71], [50, 51, 0], [27, 18, 28]]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
-RING_LENGTHS = (1, 3, 8, 1000)
+#: The longest is more than two ranks swap.
+RING_LENGTHS = (1, 3, 8, 1000, 40_000)
 
 
 def answers(ranks: int) -> list[Any]:
@@ -91,12 +92,13 @@ def rings(wire: Wire) -> dict[str, Any]:
     """The all-reduce by hand beside PyTorch's, and the bytes of its exchanges."""
     found = {}
     for length in RING_LENGTHS:
-        x = torch.randn(length, generator=torch.Generator().manual_seed(wire.rank))
-        theirs = wire.all_reduce(x.clone())
+        everybody = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(wire.size)]
+        x, total = everybody[wire.rank], sum(everybody)
+        sums = [wire.all_reduce(x.clone()), wire.all_gather(x).view(wire.size, -1).sum(0)]
         wire.log.clear()
-        ours = ring_all_reduce(wire, x)
-        assert ours is x
-        off = (ours - theirs).abs().max().item()
+        sums.append(ring_all_reduce(wire, x))
+        assert sums[-1] is x
+        off = [(by - total).abs().max().item() for by in sums]
         found[str(length)] = [off, {call.kind for call in wire.log} == {"exchange"}, sum(c.sent for c in wire.log)]
         wire.log.clear()
     return found

@@ -12,7 +12,7 @@ from tests.parallel.launched import RING_LENGTHS, answers
 def test_the_sum_and_its_bytes(n: int, length: int) -> None:
     for answer in answers(n):
         off, only_exchanges, sent = answer["ring"][str(length)]
-        assert off < 1e-6
+        assert len(off) == 3 and max(off) < 2e-6  # PyTorch's, gathered and summed, and ours
         assert only_exchanges
         whole = 4 * n * -(-length // n)  # bytes, filled up to chunks of one length
         assert sent == 2 * (n - 1) / n * whole
