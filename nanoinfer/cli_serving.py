@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 @contextlib.contextmanager
-def _extras() -> Iterator[None]:
+def extras() -> Iterator[None]:
     """One line for a package that is not installed, and how to get it."""
     try:
         yield
@@ -92,7 +92,7 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
 ) -> None:
     """Serve a model over an OpenAI-compatible API until Ctrl-C."""
-    with _extras():
+    with extras():
         from nanoinfer.serve import run
         from nanoinfer.serve.service import Limits
 
@@ -161,7 +161,7 @@ def bench(
     Without a load: one user, 32 requests. Ctrl-C ends the load and keeps what was measured. Exit code 1 where
     nothing succeeded, or the client was too slow for its figures to be the server's.
     """
-    with _extras():
+    with extras():
         from nanoinfer.bench import command
         from nanoinfer.bench.plan import Options
 

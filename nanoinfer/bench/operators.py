@@ -38,7 +38,7 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling import SamplingParams
-from nanoinfer.theory.curves import RESTS, Curve, OperatorCurves
+from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import Machine
 
@@ -70,9 +70,12 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
         decode, paged = _decode_attention(loaded, device, repeats)
         prefill = _prefill_attention(loaded, device, repeats)
         nothing = Curve((1,), (1.0,))
-        timed_ones = OperatorCurves(products, decode, paged, prefill, *[nothing] * len(RESTS))
-        rests = *_rest(loaded, device, repeats, timed_ones), *_paged_rest(loaded, timed_ones)
-    return replace(timed_ones, **dict(zip(RESTS, rests, strict=True)))
+        timed_ones = OperatorCurves(products, decode, paged, prefill, nothing, nothing, nothing, nothing)
+        rest, rest_prefill = _rest(loaded, device, repeats, timed_ones)
+        paged_rest, paged_rest_prefill = _paged_rest(loaded, timed_ones)
+    return replace(
+        timed_ones, rest=rest, rest_prefill=rest_prefill, paged_rest=paged_rest, paged_rest_prefill=paged_rest_prefill
+    )
 
 
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
@@ -210,7 +213,7 @@ def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
     size = math.gcd(context, BLOCK)
     k, v = (x.view(n_layers, -1, size, n_kv, d_head) for x in (cache.k, cache.v))
     order = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(0)).tolist()
-    rows = []
+    rows: list[Row] = []
     for length in _spread(context, batch):
         needed = -(-length // size)
         rows.append(([order[i % len(order)] for i in range(needed)], length - 1, 1))

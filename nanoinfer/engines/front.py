@@ -126,6 +126,11 @@ class Front:
         self._thread.start()
         atexit.register(self.close)  # a thread that is still in a step when Python leaves brings it down
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody steps the engine: without its thread, callers would wait for ever."""
+        return self._thread.is_alive()
+
     # --- callers --------------------------------------------------------------------------
 
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:

@@ -69,7 +69,7 @@ def split(
         prompts: of one length. Replicas deal them out, in every other way they are one batch.
         new: tokens of each answer, the most likely ones.
         ways: of :data:`WAYS`.
-        rounds: that count, after one that warms up.
+        rounds: that count, after one of two tokens that warms up.
         place: ``device``, ``dtype`` and ``seed`` of the model.
 
     Returns:
@@ -82,7 +82,8 @@ def split(
     """
     if unknown := [way for way in ways if way not in WAYS]:
         raise RequestError(f"no way '{unknown[0]}' to share a model; {nearest(unknown[0], WAYS)}")
-    loaded, params = load_model(model, **place), SamplingParams(max_tokens=new, ignore_eos=True)
+    loaded = load_model(model, **place)
+    cold, warm = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (min(2, new), new))
     engines = {way: WAYS[way](loaded, wire) for way in ways}
     dealt = assign([len(prompt) + new for prompt in prompts], wire.size)[wire.rank]
     own = {"one": range(len(prompts)) if wire.rank == 0 else (), "replicas": dealt}
@@ -93,7 +94,7 @@ def split(
             dist.barrier(wire.group)
             if not mine:
                 continue
-            answer = _answer(wire, engine, [prompts[i] for i in mine], params)
+            answer = _answer(wire, engine, [prompts[i] for i in mine], warm if turn else cold)
             if turn == 0:
                 found[way] = {"weights": sum(p.nbytes for p in _parameters(engine)), "prefill_s": [], "step_s": []}
                 continue

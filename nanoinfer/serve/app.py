@@ -122,13 +122,13 @@ async def _answered(answer: Answer, form: Form, body: Body, request: Request) ->
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
     try:
-        await _unless_left(answer.finished(), request)
+        await unless_left(answer.finished(), request)
     except Left:
         return Response(status_code=499)  # to nobody; the number is nginx's
     return JSONResponse(form.whole(answer.choices, answer.usage()))
 
 
-async def _unless_left(work: Awaitable[T], request: Request) -> T:
+async def unless_left(work: Awaitable[T], request: Request) -> T:
     """Raises :class:`Left` as soon as the client has gone, and drops the work."""
     doing, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(request))
     try:

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanoinfer.engines.continuous import ContinuousEngine
@@ -56,36 +57,58 @@ def serve(
     Raises:
         NanoinferError: the model cannot be had, or the port.
     """
-    listener = _listen(host, port)  # before the model is loaded: a port that is taken is known at once
-    try:
-        options = {} if speed is None else {"speed": spoken(speed)}
-        engine = load(
+    with listen(host, port) as listener:  # before the model is loaded: a port that is taken is known at once
+        service = open_service(
             model,
-            "auto" if speed is None else "continuous",
+            name=name,
             device=device,
             dtype=dtype,
-            seed=seed,
+            speed=speed,
             max_running=max_running,
-            token_budget=max(256, 2 * max_running),
             cache_tokens=cache_tokens,
-            **options,
+            limits=limits,
+            seed=seed,
         )
-        assert isinstance(engine, ContinuousEngine)
-        service = Service(engine, name or model, limits or Limits())
-    except BaseException:
-        listener.close()
-        raise
-    app = make_app(service, api_key)
+        answer(make_app(service, api_key), service.name, listener, host, drain_s)
+
+
+def open_service(
+    model: str,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    speed: str | None = None,
+    max_running: int = 32,
+    cache_tokens: int | None = None,
+    limits: Limits | None = None,
+    seed: int = 0,
+) -> Service:
+    """A model, loaded and ready to serve. Arguments and errors as in :func:`serve`."""
+    options = {} if speed is None else {"speed": spoken(speed)}
+    engine = load(
+        model,
+        "auto" if speed is None else "continuous",
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        max_running=max_running,
+        token_budget=max(256, 2 * max_running),
+        cache_tokens=cache_tokens,
+        **options,
+    )
+    assert isinstance(engine, ContinuousEngine)
+    return Service(engine, name or model, limits or Limits())
+
+
+def answer(app: FastAPI, name: str, listener: socket.socket, host: str, drain_s: float) -> None:
+    """Answer until SIGTERM or Ctrl-C, then what is under way, for ``drain_s`` seconds at most."""
     if _is_local(host):
         # A page of the open web may not reach this server under a name that it has made point to this machine.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    print(
-        f"nanoinfer: serving {service.name} at http://{shown}:{address[1]}/v1 (Ctrl-C ends)",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"nanoinfer: serving {name} at http://{shown}:{address[1]}/v1 (Ctrl-C ends)", file=sys.stderr, flush=True)
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -106,7 +129,8 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises :class:`NanoinferError` for an address that is none, or taken."""
     if not 0 <= port < 2**16:
         raise RequestError(f"port {port} is none: give one from 0 (any that is free) to 65535")
     try:

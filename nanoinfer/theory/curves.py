@@ -45,9 +45,6 @@ class Curve:
         return between(size, below, above)
 
 
-RESTS = ("rest", "rest_prefill", "paged_rest", "paged_rest_prefill")
-
-
 @dataclass(frozen=True)
 class OperatorCurves:
     """One model's operators on one machine, each timed by itself.
@@ -94,7 +91,8 @@ class OperatorCurves:
                 {name: curve(points) for name, points in data["products"].items()},
                 by_batch(data["decode_attention"]),
                 by_batch(data["paged_attention"]),
-                *(curve(data[name]) for name in ("prefill_attention", *RESTS)),
+                curve(data["prefill_attention"]),
+                *(curve(data[name]) for name in ("rest", "rest_prefill", "paged_rest", "paged_rest_prefill")),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a record of timed operators: {error!r}") from None
