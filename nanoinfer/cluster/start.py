@@ -1,0 +1,96 @@
+"""Ray itself: asked for in one place, quiet, with nothing sent anywhere, and gone when we go.
+
+Ray lets everybody who reaches its ports run code as its user. A Ray of our own listens on loopback, and what does not
+obey that (the replicas of Ray Serve) asks for a secret. One of several machines belongs on a network of its own, with
+``RAY_AUTH_MODE=token``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanoinfer.errors import NanoinferError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+REACH_S = 5.0
+STORE_BYTES = 100_000_000  # of a Ray of our own: requests and answers are small
+
+
+def require() -> Any:
+    """The module ``ray``, with Serve. Raises :class:`NanoinferError` where it is not installed.
+
+    Imported late: it reads its settings from the environment when it is.
+    """
+    try:
+        import ray
+        import ray.serve.exceptions
+    except ModuleNotFoundError:
+        raise NanoinferError("replicas and batches on a cluster need Ray: pip install 'nanoinfer[ray]'") from None
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    return ray
+
+
+@contextmanager
+def connected(address: str | None, cpus: int) -> Iterator[Any]:
+    """Within a Ray cluster: the module ``ray``. Import that no earlier: then its settings are what they were.
+
+    Args:
+        address: ``host:port`` of a cluster's head, or ``auto`` for the one that this machine is a part of. None starts
+            one on this machine alone, which ends with this process, however that ends.
+        cpus: that such a one has to give.
+
+    Raises:
+        NanoinferError: no cluster there, or no Ray.
+    """
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    host = None if address in (None, "auto") else _reach(str(address))
+    if "ray" not in sys.modules and (address is None or host in LOOPBACK):
+        # Ray takes the machine's own address for a loopback one, and then listens to everybody. Not where it thinks
+        # that it cannot have a cluster: on Windows, on macOS, and here.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if address is None:
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if address is None:
+        options |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        options["_node_ip_address"] = "127.0.0.1"
+    ray = require()
+    try:
+        ray.init(address or "local", **options)
+    except ConnectionError as error:
+        what = str(error).splitlines()[0]
+        raise NanoinferError(f"no Ray cluster ({what}): start one with `ray start --head`") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> str:
+    """The host of an address, if somebody listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise NanoinferError(
+            f"no Ray cluster at {address} ({error}): give HOST:PORT of one, as `ray start --head` says it, or auto"
+        ) from None
+    return host
+
+
+def check_room(n: int, cpus: float, gpus: float) -> None:
+    """Raises :class:`NanoinferError` where the cluster is too small for ``n`` of these, which would wait for ever."""
+    there = require().cluster_resources()
+    for kind, each in (("CPU", cpus), ("GPU", gpus)):
+        if n * each > (found := there.get(kind, 0)):
+            raise NanoinferError(
+                f"{n} x {each:g} {kind}s are wanted and the cluster has {found:g}: ask for fewer, or add a machine "
+                "(`ray start --address HEAD:PORT`)"
+            )
