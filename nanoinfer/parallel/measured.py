@@ -9,11 +9,16 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.errors import RequestError, nearest
 from nanoinfer.measure import metrics
+from nanoinfer.measure.repeat import repeat
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.parallel.context import ContextEngine
 from nanoinfer.parallel.pipeline import PipelineEngine
@@ -123,6 +128,48 @@ def _answer(wire: Wire, engine: Engine, prompts: list[Sequence[int]], params: Sa
         "prefill": summed(wire.log[:first]),
         "steps": summed(wire.log[first:]),
     }
+
+
+def crowding(wire: Wire, *, model: str, rows: Sequence[int], **place: Any) -> dict[str, list[float]]:
+    """A task for :func:`~nanoinfer.parallel.launch.launch`: how much ranks that share a machine hold each other up.
+
+    Args:
+        wire: to the other ranks.
+        model: by name.
+        rows: each a measurement of its own.
+        place: ``device``, ``dtype`` and ``seed`` of the model.
+
+    Returns:
+        seconds of the model's products of so many rows (:func:`products_s`), on all ranks ``together``; and on rank 0
+        ``alone``, while the others wait.
+    """
+    loaded = load_model(model, **place)
+    found: dict[str, list[float]] = {"alone": [], "together": []}
+    for count in rows:
+        for case in found:
+            dist.barrier(wire.group)
+            if case == "together" or wire.rank == 0:
+                found[case].append(products_s(loaded.model, count))
+    return found
+
+
+@torch.inference_mode()
+def products_s(model: GPT2 | Llama, rows: int, repeats: int = 5) -> float:
+    """Seconds of the products of all layers with ``rows`` rows, each behind another, so that weights come from memory.
+
+    The median of so many repeats, after two that warm up.
+    """
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    inputs = {weight.shape[1]: weight.new_ones(rows, weight.shape[1]) for weight in weights}
+
+    def work() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    timing = repeat(work, device=weights[0].device, warmup=2, repeats=repeats)
+    median = timing.summary.median
+    assert median is not None
+    return median
 
 
 def summed(log: Iterable[Sent]) -> list[Call]:

@@ -6,31 +6,32 @@ import math
 from typing import Any
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import SHAPES
 from nanoinfer.models.registry import load_model
 from nanoinfer.parallel.launch import launch
-from nanoinfer.parallel.measured import WAYS, split, summed
+from nanoinfer.parallel.measured import WAYS, products_s, split, summed
 from nanoinfer.parallel.replicas import assign
 from nanoinfer.parallel.wire import Sent
 from nanoinfer.sampling import SamplingParams
 from nanoinfer.theory import communication
 from nanoinfer.theory.communication import sent_bytes
-from nanoinfer.theory.parameters import parameters
+from nanoinfer.theory.parameters import layer_matrices, parameters
 
 MODEL, CONFIG = "random:tiny-llama", SHAPES["tiny-llama"]
 PROMPTS = [[7, 1, 99, 3, 5, 8], [6, 250, 4, 4, 2, 9], [31, 41, 59, 26, 53, 58]]
 NEW, ROUNDS, RANKS = 4, 2, 2
-SPLIT, RINGS = "nanoinfer.parallel.measured:split", "nanoinfer.parallel.measured:rings"
+SPLIT, RINGS, CROWDING = (f"nanoinfer.parallel.measured:{name}" for name in ("split", "rings", "crowding"))
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Any]:
     """What each rank found."""
     options = {"model": MODEL, "prompts": PROMPTS, "new": NEW, "rounds": ROUNDS, "seed": 5}
-    tasks = {SPLIT: options, RINGS: {"numbers": 12}}
+    tasks = {SPLIT: options, RINGS: {"numbers": 12}, CROWDING: {"model": MODEL, "rows": [1, 30]}}
     return launch("nanoinfer.parallel.measured:several", RANKS, {"tasks": tasks})
 
 
@@ -83,6 +84,23 @@ def test_the_two_sums_agree_and_so_do_their_bytes(ranks: list[Any]) -> None:
         assert found["differ"] < 1e-6
         assert [(c["kind"], c["calls"], c["sent"]) for c in found["library"]] == [("all-reduce", 1, 48.0)]
         assert [(c["kind"], c["calls"], c["sent"]) for c in found["ring"]] == [("exchange", 2, 48.0)]
+
+
+def test_rank_0_works_alone_and_all_work_together(ranks: list[Any]) -> None:
+    for rank, answer in enumerate(ranks):
+        found = answer[CROWDING]
+        assert len(found["together"]) == 2
+        assert len(found["alone"]) == (0 if rank else 2)
+        assert all(seconds > 0 for seconds in [*found["alone"], *found["together"]])
+
+
+def test_the_products_are_those_of_all_layers() -> None:
+    flops = FlopCounterMode(display=False)
+    loaded = load_model(MODEL)
+    with flops:
+        products_s(loaded.model, 3, repeats=1)
+    matrices = [matrix for layer in range(CONFIG.n_layers) for matrix in layer_matrices(CONFIG, layer)]
+    assert flops.get_total_flops() == 3 * 2 * 3 * sum(matrix.rows * matrix.columns for matrix in matrices)  # 3 calls
 
 
 def test_calls_of_one_kind_and_size_are_summed_up() -> None:
