@@ -18,9 +18,9 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.chosen import RankEngine
-from nanoinfer.parallel.pipeline import evenly
 from nanoinfer.parallel.ring_attention import attend_with_lse, held_by, merge_ranks, ring_attention
 from nanoinfer.parallel.wire import Wire
+from nanoinfer.theory.stages import evenly
 
 
 def places(tokens: int, rank: int, ranks: int) -> list[int]:

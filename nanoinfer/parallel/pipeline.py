@@ -12,7 +12,6 @@ that price. Servers that let each micro-batch go on by itself pay it once, with 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,14 +29,7 @@ from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.chosen import RankEngine
 from nanoinfer.parallel.wire import Wire
 from nanoinfer.speed.twin import twin
-from nanoinfer.theory.stages import layers_of, stages
-
-
-def evenly(count: int, parts: int) -> list[range]:
-    """So many things in parts of neighbours, as even as can be, the longer ones first."""
-    size, longer = divmod(count, parts)
-    ends = accumulate((size + (part < longer) for part in range(parts)), initial=0)
-    return [range(start, end) for start, end in pairwise(ends)]
+from nanoinfer.theory.stages import evenly, layers_of, stages
 
 
 def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:

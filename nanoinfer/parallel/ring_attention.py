@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.models.attention import causal_mask
-from nanoinfer.parallel.pipeline import evenly
 from nanoinfer.parallel.wire import Wire
+from nanoinfer.theory.stages import evenly
 
 #: What attention over some of the keys is: ``[B, n_q, T, d_h]`` and its log-sum-exp ``[B, n_q, T]``, both fp32.
 Partial = tuple[Tensor, Tensor]
@@ -65,7 +65,7 @@ def _finite(lse: Tensor) -> Tensor:
 def held_by(rank: int, ranks: int) -> tuple[int, int]:
     """Which of the ``2 * ranks`` chunks of a prompt a rank holds: one from either end.
 
-    The chunks are cut by :func:`~nanoinfer.parallel.pipeline.evenly`, which puts the longer ones first. So no rank
+    The chunks are cut by :func:`~nanoinfer.theory.stages.evenly`, which puts the longer ones first. So no rank
     holds more than ``ceil(tokens / ranks)`` tokens, and none differs from another by more than one.
     """
     return rank, 2 * ranks - 1 - rank

@@ -29,6 +29,7 @@ from nanoinfer.parallel.wire import Wire
 from nanoinfer.speed.twin import twin
 from nanoinfer.theory.capacity import check_tp, divides
 from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory.stages import evenly
 
 
 @dataclass(frozen=True)
@@ -59,27 +60,20 @@ def share(config: ModelConfig, n: int, rank: int, *, uneven: bool = False) -> Sh
         raise RequestError(f"tp {n} does not divide the MLP's d_ff of {config.d_ff} evenly; take a divisor")
     if n <= config.n_kv_heads:
         group = config.n_heads // config.n_kv_heads
-        kv_heads = _part(config.n_kv_heads, n, rank)
+        kv_heads = evenly(config.n_kv_heads, n)[rank]
         heads = range(kv_heads.start * group, kv_heads.stop * group)
     else:
-        heads = _part(config.n_heads, n, rank)
+        heads = evenly(config.n_heads, n)[rank]
         one = rank * config.n_kv_heads // n
         kv_heads = range(one, one + 1)
     tokens = -(-config.vocab_size // n)
     vocabulary = range(rank * tokens, (rank + 1) * tokens)
-    return Share(heads, kv_heads, _part(config.d_ff, n, rank), vocabulary)
+    return Share(heads, kv_heads, evenly(config.d_ff, n)[rank], vocabulary)
 
 
 def is_even(config: ModelConfig, n: int) -> bool:
     """Whether ``n`` ranks get equal shares of heads and MLP."""
     return divides(config, n) and config.d_ff % n == 0
-
-
-def _part(count: int, n: int, rank: int) -> range:
-    """Part ``rank`` of ``count`` things in ``n`` parts; where it does not come out even, the first have one more."""
-    size, more = divmod(count, n)
-    start = rank * size + min(rank, more)
-    return range(start, start + size + (rank < more))
 
 
 class LocalConfig(ModelConfig):

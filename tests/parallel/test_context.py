@@ -16,9 +16,9 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.models.attention import attend
 from nanoinfer.parallel.bubble import SHAPE
 from nanoinfer.parallel.context import places
-from nanoinfer.parallel.pipeline import evenly
 from nanoinfer.parallel.ring_attention import attend_with_lse, held_by, merge
 from nanoinfer.theory.communication import context_parallel, context_parallel_decode
+from nanoinfer.theory.stages import evenly
 from tests.engines.helpers import tiny
 from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, STEPS, prompts
 from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, generated

@@ -10,7 +10,7 @@ import pytest
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.parallel.bubble import idle, measure_bubble
-from nanoinfer.parallel.pipeline import PipelineEngine, cut, evenly
+from nanoinfer.parallel.pipeline import PipelineEngine, cut
 from nanoinfer.sampling import SamplingParams
 from nanoinfer.theory.communication import Traffic, bubble, pipeline_parallel
 from nanoinfer.theory.stages import stage_weight_bytes, stages
@@ -137,12 +137,6 @@ def test_idle_is_the_mean_over_stages_and_the_median_over_passes() -> None:
 def test_unequal_micro_batches_are_no_measurement() -> None:
     with pytest.raises(RequestError, match="8 rows cannot be cut into 3 equal micro-batches"):
         measure_bubble(None, micro_batches=(1, 3))  # type: ignore[arg-type]
-
-
-def test_evenly() -> None:
-    assert evenly(5, 2) == [range(3), range(3, 5)]
-    assert evenly(5, 4) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
-    assert evenly(2, 3) == [range(1), range(1, 2), range(2, 2)]
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -14,12 +14,12 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.config import SHAPES
 from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import arithmetic, capacity, roofline
-from nanoinfer.theory.communication import bubble, micro_batch_rows
+from nanoinfer.theory.communication import bubble
 from nanoinfer.theory.named_models import MODELS
 from nanoinfer.theory.roofline import Machine, Step
 from nanoinfer.theory.split import Split, largest_batch, memory
 from nanoinfer.theory.split_steps import decode_step, prefill_step
-from nanoinfer.theory.stages import layers_of, stage_weight_bytes, stages
+from nanoinfer.theory.stages import evenly, layers_of, stage_weight_bytes, stages
 
 LLAMA, SMOL, GPT2 = SHAPES["llama-3.1-8b"], SHAPES["smollm2-135m"], SHAPES["gpt2"]
 MIXTRAL = replace(from_hf(MODELS["Mixtral-8x7B"][0], "Mixtral-8x7B"), context=32_768)
@@ -93,12 +93,10 @@ class TestPipeline:
                 assert sum(parts) == whole + twice
             assert stage_weight_bytes(config, range(config.n_layers), "bfloat16") == whole
 
-    def test_layers_and_rows_are_cut_as_the_ranks_cut_them(self) -> None:
-        from nanoinfer.parallel.pipeline import evenly
-
-        for count, parts in ((30, 4), (32, 8), (7, 7), (5, 2), (61, 3)):
-            assert list(stages(count, parts)) == list(evenly(count, parts))
-            assert micro_batch_rows(count, parts) == tuple(map(len, evenly(count, parts)))
+    def test_things_are_cut_evenly_and_in_order(self) -> None:
+        assert evenly(5, 2) == (range(3), range(3, 5))
+        assert evenly(5, 4) == (range(2), range(2, 3), range(3, 4), range(4, 5))
+        assert evenly(2, 3) == (range(1), range(1, 2), range(2, 2))
 
     def test_windows_and_experts_stay_where_they_are(self) -> None:
         part = layers_of(GEMMA, range(4, 13))  # full attention in the layers 5, 11, 17, 23
