@@ -218,7 +218,7 @@ def same(one: Path, other: Path) -> int:
 # --- what it costs --------------------------------------------------------------------
 
 
-def hop(model: str = "random:smollm2-135m", rounds: int = 3) -> dict[str, Any]:
+def hop(model: str = "random:smollm2-135m", rounds: int = 2) -> dict[str, Any]:
     """``nanoinfer serve`` and one replica behind the gateway, turn about: both with all cores."""
     found: dict[str, list[tuple[float, float]]] = {"server": [], "gateway": []}
     words = ("--replicas", "1", "--cpus", str(usable_cores()), "--dtype", "bfloat16")
@@ -234,9 +234,8 @@ def hop(model: str = "random:smollm2-135m", rounds: int = 3) -> dict[str, Any]:
 
 
 async def alone(url: str, model: str, seed: int) -> tuple[float, float]:
-    """As :mod:`benchmarks.service` has it, behind one round to warm up."""
+    """As :mod:`benchmarks.service` has it."""
     target = await HttpTarget.connect(url, model=model)
-    await rate(target, 256, 1000 + seed)
     sample = await rate(target, 256, 2 * seed)
     await target.close()
     return sample

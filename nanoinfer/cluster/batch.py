@@ -162,16 +162,16 @@ def deal(shards: Shards, missing: Sequence[int], team: Sequence[Any]) -> int:
             if has[who] is not None:  # the first of its shards that comes back like this
                 has[who] = None
                 under_way[_ready(team[who])] = (who, None)
-            continue
-        if shard is None:
-            has[who] = []
         else:
-            shards.write(shard, rows)
-            done += 1
-            print(f"\rnanoinfer: {done} of {shards.count} shards", end="", file=sys.stderr, flush=True)
-            if (own := has[who]) is not None:
-                own.remove(shard)
-        for who, own in enumerate(has):  # all of them: what one lost may be another's
+            if shard is None:
+                has[who] = []
+            else:
+                shards.write(shard, rows)
+                done += 1
+                print(f"\rnanoinfer: {done} of {shards.count} shards", end="", file=sys.stderr, flush=True)
+                if (own := has[who]) is not None:
+                    own.remove(shard)
+        for who, own in enumerate(has):  # all of them: what one has lost may be another's
             while own is not None and waiting and _has_room(own, waiting[0], lost):
                 own.append(shard := waiting.popleft())
                 under_way[team[who].run.remote(shards.of(shard))] = (who, shard)

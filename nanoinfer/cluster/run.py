@@ -113,7 +113,7 @@ def deploy(
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
-        request_router_config={"request_router_class": ROUTER} if by_prefix else None,
+        request_router_config={"request_router_class": ROUTER} if by_prefix else {},
     )
     serve.start(proxy_location="Disabled")  # the gateway is ours
     try:

@@ -250,6 +250,7 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
                 break
             await asyncio.sleep(0.005)
         assert not replicas.service.engine.busy and replicas.service.engine.pool.used == 0
+        assert b'nanoinfer_requests_total{reason="cancelled"} 1.0' in replicas.service.figures.text()
 
     try:
         asyncio.run(leave())

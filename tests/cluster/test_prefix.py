@@ -83,6 +83,7 @@ def test_one_that_is_gone_is_not_ranked_and_takes_its_load_with_it() -> None:
     found.keep("bc")
     assert found.load == {"b": 1, "c": 0}
     assert found.rank([1])[0] == "c"  # a's beginning went with it, so the least to do
+    assert found._known[1] == set()  # nor does its name stay
     found.end("1")  # its end comes late, and is nobody's
     found.end("2")
     found.end("2")
