@@ -2,7 +2,7 @@
 .POSIX:
 .SUFFIXES:
 .NOTPARALLEL: # what runs beside a measurement spoils it
-.PHONY: help book test lint smoke lab clean
+.PHONY: help book test raytest lint smoke lab clean
 
 PY = .venv/bin/python
 STAMP = .venv/.nanoinfer-installed
@@ -25,6 +25,15 @@ book: $(STAMP) ## run every chapter on this machine and build the book into _bui
 
 test: $(STAMP) ## run the test suite (all but what needs a GPU, a browser, Ray or the open internet)
 	@$(PY) -m pytest -m "$(HERE)"
+
+# Ray is not in the lock: it gets an environment of its own, on top of the project's.
+raytest: $(STAMP) ## the tests that need Ray, some minutes
+	@set -e; \
+	$(PY) -m venv _build/ray; \
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(PY) -c "$$packages")')" >"$$(_build/ray/bin/python -c "$$packages")/project.pth"; \
+	_build/ray/bin/python -m pip install --quiet --progress-bar off "ray[serve]==2.60.0"; \
+	_build/ray/bin/python -m pytest -q -m ray tests
 
 lint: $(STAMP) ## ruff, its formatter and mypy in strict mode
 	@$(PY) -m ruff check .

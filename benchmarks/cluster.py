@@ -170,7 +170,7 @@ def offline(cluster: Nodes, n: int, new: int = 16) -> dict[str, Any]:
         cluster.workers("Worker")[0].kill()
         wait_for(out, driver, n, 0.7)
         cluster.kill_last_node()
-        record["said"] = finish(driver)
+        record["said"] = finish(driver).replace(f"{folder}/", "")
         record["with_three_kills_s"] = time.perf_counter() - begun
         record |= counted(out, lines) | {"as_in_peace": same(out, peaceful)}
     return record

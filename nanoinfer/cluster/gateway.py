@@ -2,8 +2,8 @@
 
 A replica can die at any moment. What it had not begun to answer is asked of another one: an answer that is whole is
 only passed on whole, and a stream is held back until its first token, so up to there nobody has seen anything. A
-stream that had begun ends with an error frame; what was said cannot be taken back, and another replica would draw
-other tokens.
+stream that had begun ends with an error frame: what was said cannot be taken back, and another replica might go on
+with other tokens. Of a gateway that dies, clients see that the connection breaks.
 """
 
 from __future__ import annotations
@@ -104,14 +104,15 @@ class Gateway:
         problem = Problem(503, "the replica that answered is gone; ask again", code="replica_lost")
         try:
             yield b"".join(bodies)
-            async with asyncio.timeout_at(until):
-                async for bunch in source:
-                    yield b"".join(message.get("body", b"") for message in bunch)
-                    if is_end(bunch[-1]):
-                        return
+            while True:
+                async with asyncio.timeout_at(until):
+                    bunch = await anext(source)
+                yield b"".join(message.get("body", b"") for message in bunch)
+                if is_end(bunch[-1]):
+                    return
         except TimeoutError:
             problem = Problem(504, "the answer took too long")
-        except Lost:
+        except (Lost, StopAsyncIteration):
             pass
         except Exception as error:
             logging.getLogger(__name__).exception("an answer broke off")

@@ -13,7 +13,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.parallel import calibrate
 from nanoinfer.parallel.calibrate import SIZES, LinkRates, Rate, fitted, measure_link, predicted
 from nanoinfer.theory.communication import Traffic, all_gather, all_reduce
-from tests.parallel.launched import answers
+from tests.parallel.together import answers
 
 KINDS = {"all-reduce", "all-gather", "all-to-all", "exchange", "send", "broadcast"}
 
@@ -52,7 +52,7 @@ def test_a_prediction_adds_up_calls_and_bytes() -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_ranks_time(n: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One launch for all: what it found, kept and read again."""
-    found = [answer["link"] for answer in answers(n)]
+    found = [answer["link"] for answer in answers(n, "slice")]
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     launches: list[Any] = []
 

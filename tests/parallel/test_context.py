@@ -22,7 +22,7 @@ from nanoinfer.theory.stages import evenly
 from tests.engines.helpers import tiny
 from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, STEPS, prompts
 from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, generated
-from tests.parallel.spread import answers, context_ends
+from tests.parallel.together import answers, context_ends
 
 KEYS = [(family, length) for family in CONFIGS for length in LENGTHS]
 
@@ -30,7 +30,7 @@ KEYS = [(family, length) for family in CONFIGS for length in LENGTHS]
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank found."""
-    return [answer["context"] for answer in answers(request.param)]
+    return answers(request.param, "context")
 
 
 @pytest.mark.parametrize(("family", "length"), KEYS)

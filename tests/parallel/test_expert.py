@@ -15,19 +15,18 @@ from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.registry import load_model
 from nanoinfer.parallel import expert
 from nanoinfer.parallel.expert import Loads
-from nanoinfer.parallel.launch import launch
 from nanoinfer.parallel.replicas import in_order
 from nanoinfer.theory.communication import expert_parallel
 from tests.engines.helpers import LLAMA, tiny
 from tests.parallel import expert_ranks as ranks
+from tests.parallel import together
 
 D, E, K, L = ranks.CONFIG.d_model, 8, 2, ranks.CONFIG.n_layers
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = launch("tests.parallel.expert_ranks:check", request.param, timeout_s=120)
-    return found
+    return together.answers(request.param, "expert")
 
 
 @pytest.fixture(scope="module")

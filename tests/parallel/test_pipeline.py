@@ -16,7 +16,7 @@ from nanoinfer.theory.communication import Traffic, bubble, pipeline_parallel
 from nanoinfer.theory.stages import stage_weight_bytes, stages
 from tests.engines.helpers import tiny
 from tests.parallel.pipeline_ranks import CONFIGS, ENDLESS, EVEN, MICRO_BATCHES, RAGGED, SETTINGS, STEPS, generated
-from tests.parallel.spread import answers, pipeline_ends
+from tests.parallel.together import answers, pipeline_ends
 
 KEYS = [(family, m) for family in CONFIGS for m in MICRO_BATCHES]
 
@@ -24,7 +24,7 @@ KEYS = [(family, m) for family in CONFIGS for m in MICRO_BATCHES]
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank found."""
-    return [answer["pipeline"] for answer in answers(request.param)]
+    return answers(request.param, "pipeline")
 
 
 @pytest.mark.parametrize(("family", "m"), KEYS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launched import RING_LENGTHS, answers
+from tests.parallel.slice_ranks import RING_LENGTHS
+from tests.parallel.together import answers
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("length", RING_LENGTHS)
 def test_the_sum_and_its_bytes(n: int, length: int) -> None:
-    for answer in answers(n):
+    for answer in answers(n, "slice"):
         off, only_exchanges, sent = answer["ring"][str(length)]
         assert len(off) == 3 and max(off) < 2e-6  # PyTorch's, gathered and summed, and ours
         assert only_exchanges

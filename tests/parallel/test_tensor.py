@@ -14,7 +14,8 @@ from nanoinfer.models.config import SHAPES as NAMED
 from nanoinfer.parallel.tensor import Share, is_even, share
 from nanoinfer.theory.communication import Traffic, all_gather, all_reduce, tensor_parallel
 from tests.engines.helpers import tiny
-from tests.parallel.launched import PROMPTS, SHAPES, UNEVEN, answers, drive
+from tests.parallel.slice_ranks import PROMPTS, SHAPES, UNEVEN, drive
+from tests.parallel.together import answers
 
 CASES = [(2, name) for name in [*SHAPES, "uneven"]] + [(4, name) for name in SHAPES]
 
@@ -26,7 +27,7 @@ def config_of(name: str) -> Any:
 @pytest.mark.parametrize(("n", "name"), CASES)
 def test_logits_equal_one_device(n: int, name: str) -> None:
     whole = drive(tiny(config_of(name)))
-    for answer in answers(n):
+    for answer in answers(n, "slice"):
         for ours, theirs in zip(answer[name]["logits"], whole["logits"], strict=True):
             one, all_together = torch.tensor(theirs), torch.tensor(ours)
             assert all_together.shape == (len(PROMPTS), config_of(name).vocab_size)
@@ -38,7 +39,7 @@ def test_engines_say_the_same_on_every_rank(n: int, name: str) -> None:
     whole = drive(tiny(config_of(name)))["said"]
     assert whole[0] == whole[1]  # cached and continuous
     assert whole[0][0] != whole[0][1]  # greedy and seeded
-    for answer in answers(n):
+    for answer in answers(n, "slice"):
         assert answer[name]["said"] == whole
 
 
@@ -46,7 +47,7 @@ def test_engines_say_the_same_on_every_rank(n: int, name: str) -> None:
 def test_traffic_is_that_of_the_formula(n: int, name: str) -> None:
     config = config_of(name)
     slots = len(PROMPTS) * max(map(len, PROMPTS))  # padding is computed too
-    for answer in answers(n):
+    for answer in answers(n, "slice"):
         prefill, *steps = answer[name]["calls"]
         for calls, tokens in ((prefill, slots), *((step, len(PROMPTS)) for step in steps)):
             if name == "uneven":  # the same calls: what is uneven are the products
@@ -73,7 +74,7 @@ def test_a_slice_is_what_its_rank_needs(n: int, name: str) -> None:
     once = [p for key, p in model.named_parameters() if "norm" in key or "ln_" in key or key == "wpe.weight"]
     once += [p for key, p in model.named_parameters() if key.endswith("c_proj.bias")]  # added to the whole sum
     whole = sum(p.nbytes for p in once)
-    for rank, answer in enumerate(answers(n)):
+    for rank, answer in enumerate(answers(n, "slice")):
         found, mine = answer[name], share(config, n, rank, uneven=name == "uneven")
         assert found["untouched"]
         assert found["shared"] == whole  # and nothing of what was cut
@@ -82,7 +83,7 @@ def test_a_slice_is_what_its_rank_needs(n: int, name: str) -> None:
         rows = 1 if config.tied else 2
         padding = rows * (n * -(-config.vocab_size // n) - config.vocab_size) * config.d_model * 4
         total = sum(p.nbytes for p in model.parameters())
-        assert sum(answer[name]["bytes"] for answer in answers(n)) == total + (n - 1) * whole + padding
+        assert sum(answer[name]["bytes"] for answer in answers(n, "slice")) == total + (n - 1) * whole + padding
 
 
 # --- who gets what ----------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launched import answers
+from tests.parallel.together import answers
 
 MESSAGE = 16  # bytes of a 2 x 2 tensor in float32
 
@@ -17,7 +17,7 @@ def x(rank: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_comes_out(n: int) -> None:
-    for rank, answer in enumerate(answers(n)):
+    for rank, answer in enumerate(answers(n, "slice")):
         found = answer["wire"]
         total = sum(range(n))
         assert found["all-reduce"] == [[total, 10.0 * n], [20.0 * n, total]]
@@ -26,12 +26,12 @@ def test_what_comes_out(n: int) -> None:
         assert found["exchange"] == x((rank - 1) % n)
         assert found["broadcast"] == x(1)
         assert found["all-to-all"] == [[10.0 * source + rank] * (source + rank) for source in range(n)]
-    assert answers(n)[1]["wire"]["receive"] == x(0)
+    assert answers(n, "slice")[1]["wire"]["receive"] == x(0)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_is_noted(n: int) -> None:
-    for rank, answer in enumerate(answers(n)):
+    for rank, answer in enumerate(answers(n, "slice")):
         parts = [4 * (rank + i) for i in range(n)]
         expected: list[list[Any]] = [
             ["all-reduce", MESSAGE, 2 * (n - 1) / n * MESSAGE],

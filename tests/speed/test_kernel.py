@@ -203,9 +203,14 @@ def test_a_dtype_that_it_does_not_take_is_refused() -> None:
         DecodeKernel(random_model(GPT2_SHAPE, torch.float16))
 
 
-def test_another_processor_gets_its_own_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_processor_gets_its_own_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        Path(command[command.index("-o") + 1]).write_text("built")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel.subprocess, "run", compiled)
     ours = kernel.build()
     monkeypatch.setattr(kernel, "cpu_features", lambda: "a processor without those")
     theirs = kernel.build()
     assert theirs != ours and theirs.exists() and kernel.build() == theirs
-    theirs.unlink()

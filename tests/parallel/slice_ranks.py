@@ -1,8 +1,7 @@
-"""What ranks do for several test files, in one launch for each number of ranks: starting them takes seconds."""
+"""What ranks do for the tests of the wire, the ring, the link's rates and tensor parallel."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.padding import left_pad
-from nanoinfer.errors import NanoinferError
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.calibrate import time_calls
-from nanoinfer.parallel.launch import launch
 from nanoinfer.parallel.ring import ring_all_reduce
 from nanoinfer.parallel.tensor import shard
 from nanoinfer.parallel.wire import Wire
@@ -40,22 +37,7 @@ SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5, ignore
 RING_LENGTHS = (1, 3, 8, 1000, 40_000)
 
 
-def answers(ranks: int) -> list[Any]:
-    """What every rank found."""
-    if isinstance(found := _found(ranks), Exception):
-        raise found
-    return found
-
-
-@functools.cache
-def _found(ranks: int) -> list[Any] | Exception:
-    try:
-        return launch("tests.parallel.launched:everything", ranks)
-    except NanoinferError as error:  # kept too, or every test would launch anew
-        return error
-
-
-def everything(wire: Wire) -> dict[str, Any]:
+def check(wire: Wire) -> dict[str, Any]:
     """One entry for each test file."""
     found: dict[str, Any] = {"wire": collectives(wire), "ring": rings(wire), "link": time_calls(wire, 1)}
     for name, config in SHAPES.items():
