@@ -13,7 +13,7 @@ from nanoinfer.models.reference import to_transformers, transformers_greedy
 from nanoinfer.models.registry import LoadedModel, load_model
 from tests.engines.helpers import GPT2, LLAMA, tiny
 
-COUNT = 24
+COUNT = 20
 
 
 def agree(loaded: LoadedModel, prompts: list[list[int]], count: int) -> int:

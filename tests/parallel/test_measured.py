@@ -12,7 +12,6 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.config import SHAPES
 from nanoinfer.models.registry import load_model
-from nanoinfer.parallel.launch import launch
 from nanoinfer.parallel.measured import WAYS, products_s, split, summed
 from nanoinfer.parallel.replicas import assign
 from nanoinfer.parallel.wire import Sent
@@ -20,19 +19,21 @@ from nanoinfer.sampling import SamplingParams
 from nanoinfer.theory import communication
 from nanoinfer.theory.communication import sent_bytes
 from nanoinfer.theory.parameters import layer_matrices, parameters
+from tests.parallel import together
 
 MODEL, CONFIG = "random:tiny-llama", SHAPES["tiny-llama"]
-PROMPTS = [[7, 1, 99, 3, 5, 8], [6, 250, 4, 4, 2, 9], [31, 41, 59, 26, 53, 58]]
-NEW, ROUNDS, RANKS = 4, 2, 2
+RANKS = 2
 SPLIT, RINGS, CROWDING = (f"nanoinfer.parallel.measured:{name}" for name in ("split", "rings", "crowding"))
+PROMPTS, NEW, ROUNDS = (together.OF_TWO[SPLIT][name] for name in ("prompts", "new", "rounds"))
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Any]:
     """What each rank found."""
-    options = {"model": MODEL, "prompts": PROMPTS, "new": NEW, "rounds": ROUNDS, "seed": 5}
-    tasks = {SPLIT: options, RINGS: {"numbers": 12}, CROWDING: {"model": MODEL, "rows": [1, 30]}}
-    return launch("nanoinfer.parallel.measured:several", RANKS, {"tasks": tasks})
+    tasks = (SPLIT, RINGS, CROWDING)
+    return [
+        dict(zip(tasks, found, strict=True)) for found in zip(*(together.answers(RANKS, t) for t in tasks), strict=True)
+    ]
 
 
 def test_every_way_says_the_same(ranks: list[Any]) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.engines.load import load
 from nanoinfer.errors import RequestError
-from nanoinfer.parallel.launch import launch
 from nanoinfer.parallel.replicas import assign, in_order, tokens_per_second
 from nanoinfer.sampling import SamplingParams
+from tests.parallel import together
 
 
 def test_prompts_of_one_length_go_round_robin() -> None:
@@ -39,9 +37,8 @@ def test_every_prompt_goes_somewhere_and_nobody_waits_long(tokens: list[int], re
 
 
 def test_two_replicas_say_what_one_engine_says_in_the_order_of_the_prompts() -> None:
-    prompts = [f"prompt {'long ' * i}{i}" for i in range(5)]
-    options: dict[str, Any] = {"model": "random:tiny-llama", "prompts": prompts, "params": {"max_tokens": 6}}
-    answers = launch("nanoinfer.parallel.replicas:generate", 2, {**options, "seed": 3}, timeout_s=120)
+    task = "nanoinfer.parallel.replicas:generate"
+    answers, prompts = together.answers(2, task), together.OF_TWO[task]["prompts"]
     one = load("random:tiny-llama", "continuous", seed=3)
     done = one.generate(prompts, SamplingParams(max_tokens=6))
     assert in_order(answers) == [completion.token_ids for completion in done]

@@ -11,20 +11,45 @@ from nanoinfer.parallel.wire import Wire
 from tests.parallel import context_ranks, expert_ranks, pipeline_ranks, slice_ranks
 
 Ends = dict[str, list[int]]
+HERE = "tests.parallel.together"
+#: Tasks of the library that two ranks do too, each for one test file.
+OF_TWO: dict[str, dict[str, Any]] = {
+    "nanoinfer.parallel.replicas:generate": {
+        "model": "random:tiny-llama",
+        "prompts": [f"prompt {'long ' * i}{i}" for i in range(5)],
+        "params": {"max_tokens": 6},
+        "seed": 3,
+    },
+    "nanoinfer.parallel.measured:split": {
+        "model": "random:tiny-llama",
+        "prompts": [[7, 1, 99, 3, 5, 8], [6, 250, 4, 4, 2, 9], [31, 41, 59, 26, 53, 58]],
+        "new": 4,
+        "rounds": 2,
+        "seed": 5,
+    },
+    "nanoinfer.parallel.measured:rings": {"numbers": 12},
+    "nanoinfer.parallel.measured:crowding": {"model": "random:tiny-llama", "rows": [1, 30]},
+}
 
 
-def answers(ranks: int, of: str) -> list[Any]:
-    """What every rank found for one test file."""
+def answers(ranks: int, task: str) -> list[Any]:
+    """What every rank found for one test file: of a task of the library, or of this module by its name."""
     if isinstance(found := _found(ranks), Exception):
         raise found
-    return [answer[of] for answer in found]
+    return [answer[task if ":" in task else f"{HERE}:of_{task}"] for answer in found]
 
 
 @functools.cache
 def _found(ranks: int) -> list[Any] | Exception:
-    ends = {"pipeline": pipeline_ends(), "context": context_ends()}
+    tasks: dict[str, dict[str, Any]] = {
+        f"{HERE}:of_pipeline": {"ends": pipeline_ends()},
+        f"{HERE}:of_context": {"ends": context_ends()},
+        f"{HERE}:of_expert": {},
+        f"{HERE}:of_slice": {},
+        **(OF_TWO if ranks == 2 else {}),
+    }
     try:
-        return launch("tests.parallel.together:everything", ranks, ends)
+        return launch("nanoinfer.parallel.measured:several", ranks, {"tasks": tasks})
     except NanoinferError as error:  # kept too, or every test would launch anew
         return error
 
@@ -39,12 +64,17 @@ def context_ends() -> Ends:
     return {name: pipeline_ranks.ends(c, context_ranks.prompts(13)) for name, c in context_ranks.CONFIGS.items()}
 
 
-def everything(wire: Wire, pipeline: Ends, context: Ends) -> dict[str, Any]:
-    """Each with a log of its own."""
-    del wire
-    return {
-        "pipeline": pipeline_ranks.check(Wire(), pipeline),
-        "context": context_ranks.check(Wire(), context),
-        "expert": expert_ranks.check(Wire()),
-        "slice": slice_ranks.check(Wire()),
-    }
+def of_pipeline(wire: Wire, ends: Ends) -> Any:
+    return pipeline_ranks.check(wire, ends)
+
+
+def of_context(wire: Wire, ends: Ends) -> Any:
+    return context_ranks.check(wire, ends)
+
+
+def of_expert(wire: Wire) -> Any:
+    return expert_ranks.check(wire)
+
+
+def of_slice(wire: Wire) -> Any:
+    return slice_ranks.check(wire)
