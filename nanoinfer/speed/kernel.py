@@ -31,7 +31,7 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.speed.options import check_dense
 
 SOURCE = Path(__file__).with_name("step.cpp")
-PARTS = (SOURCE, SOURCE.with_name("team.h"), SOURCE.with_name("vectors.h"))
+PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("attention", "products", "team", "vectors")))
 Weights = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 SLAB, GROUP = 32, 32  # as in step.cpp
@@ -107,7 +107,7 @@ def _library(path: Path) -> ctypes.CDLL:
     lib.ni_new.restype, lib.ni_new.argtypes = pointer, [ctypes.POINTER(_Shape), ctypes.c_float]
     lib.ni_bytes.restype, lib.ni_bytes.argtypes = ctypes.c_int64, [pointer]
     lib.ni_free.restype, lib.ni_free.argtypes = None, [pointer]
-    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer, pointer, whole, whole]
+    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer]
     lib.ni_norm.restype, lib.ni_norm.argtypes = None, [pointer, whole, pointer, pointer]
     lib.ni_embed.restype, lib.ni_embed.argtypes = None, [pointer, pointer, pointer, pointer]
     lib.ni_step.restype, lib.ni_step.argtypes = None, [pointer, ctypes.POINTER(_Step)]
@@ -153,9 +153,9 @@ class DecodeKernel:
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
         self._kept = [embedding]
         for which, (weight, bias) in enumerate(_linears(model)):
-            slabs, scales = pack(weight, self.weights)
+            slabs = pack(weight, self.weights)
             b = None if bias is None else bias.float().contiguous()
-            self._lib.ni_linear(self._handle, which, _address(slabs), _address(scales), _address(b), *weight.shape)
+            self._lib.ni_linear(self._handle, which, _address(slabs), _address(b))
         for which, (weight, bias) in enumerate(_norms(model)):
             w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
             self._lib.ni_norm(self._handle, which, _address(w), _address(b))
@@ -199,30 +199,32 @@ class DecodeKernel:
         return logits
 
 
-def pack(weight: Tensor, kind: Weights) -> tuple[Tensor, Tensor | None]:
-    """A weight ``[N, K]`` as slabs, and in int8 its scales.
+def pack(weight: Tensor, kind: Weights) -> Tensor:
+    """A weight ``[N, K]`` as slabs of ``SLAB`` outputs, in the order in which they are read.
 
-    A slab is ``SLAB`` outputs: ``[N / SLAB, K / i, SLAB, i]`` with ``i`` numbers of one output side by side, as many
-    as an instruction takes at once (1, 2 and 4). N is padded to whole slabs and K to whole groups, with zeros.
-    int8 is stored with 128 added. Its scales, bfloat16 ``[N / SLAB, K / GROUP, SLAB]``, are rounded first, so that
-    rounding them costs nothing.
+    In a slab, ``[K / i, SLAB, i]``: ``i`` numbers of one output side by side, as many as an instruction takes at once
+    (1, 2 and 4). N is padded to whole slabs and K to whole groups, with zeros. int8 is stored with 128 added, and in
+    bytes: for every ``GROUP`` numbers along K first the outputs' scales, in bfloat16, then the numbers. Scales are
+    rounded before they are used, so that rounding them costs nothing.
     """
     n, k = weight.shape
     wide = F.pad(weight.float(), (0, -k % GROUP, 0, -n % SLAB))
-    side_by_side = {"float32": 1, "bfloat16": 2, "int8": 4}[kind]
-    scales = None
-    if kind == "int8":
-        groups = wide.view(len(wide), -1, GROUP)
-        most = groups.abs().amax(-1)  # [N, K / GROUP]
-        scales = (most / 127).bfloat16()
-        # Rounded down, a scale would cut the largest weight off: take the next number up.
-        scales = (scales.view(torch.int16) + (scales.float() * 127 < most)).view(torch.bfloat16)
-        whole = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
-        wide = (whole + 128).to(torch.uint8).flatten(1)
-        scales = scales.view(-1, SLAB, scales.shape[1]).transpose(1, 2).contiguous()
-    elif kind == "bfloat16":
-        wide = wide.bfloat16()
-    return wide.view(-1, SLAB, wide.shape[1] // side_by_side, side_by_side).transpose(1, 2).contiguous(), scales
+    if kind != "int8":
+        wide = wide.bfloat16() if kind == "bfloat16" else wide
+        return _in_slabs(wide, 2 if kind == "bfloat16" else 1)
+    groups = wide.view(len(wide), -1, GROUP)
+    most = groups.abs().amax(-1)  # [N, K / GROUP]
+    scales = (most / 127).bfloat16()
+    # Rounded down, a scale would cut the largest weight off: take the next number up.
+    scales = (scales.view(torch.int16) + (scales.float() * 127 < most)).view(torch.bfloat16)
+    whole = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
+    numbers = _in_slabs((whole + 128).to(torch.uint8).flatten(1), 4).view(len(wide) // SLAB, -1, SLAB * GROUP)
+    return torch.cat([_in_slabs(scales, 1).view(torch.uint8).flatten(2), numbers], dim=2)
+
+
+def _in_slabs(wide: Tensor, side_by_side: int) -> Tensor:
+    n, k = wide.shape
+    return wide.view(n // SLAB, SLAB, k // side_by_side, side_by_side).transpose(1, 2).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -5,10 +5,8 @@
 //
 //     norm, q k v | rotate, write, attend | output, add | norm, gate and up | down, add        and the head at the end
 //
-// Weights lie as slabs of 32 outputs, interleaved along K, so that every product is "weights times one broadcast
-// number, added to 32 sums" and no sum ever has to be gathered from the lanes of a register. Each thread owns a fixed
-// share of the slabs. Sums run over K in one order whatever the number of rows, so a row's logits do not depend on
-// its neighbours: to the bit.
+// Each thread owns a fixed share of the weights (products.h). Sums run in one order whatever the number of rows, so a
+// row's logits do not depend on its neighbours: to the bit.
 //
 // Plain C++17 with the vector types of GCC and Clang; AVX-512's bf16 and int8 products where the compiler's target
 // has them. Nothing of PyTorch is included: the caller hands over addresses (see kernel.py).
@@ -22,212 +20,12 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
+#include "products.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace {
-
-constexpr int SLAB = 32;   // outputs a slab: two vectors
-constexpr int GROUP = 32;  // int8: numbers along K that share a scale. K is padded to a multiple of it.
-
-int padded(int k) { return (k + GROUP - 1) / GROUP * GROUP; }
-
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
-
-// --- products -----------------------------------------------------------------------------------------------------
-
-// Rows of numbers that go into a product, in the form that the weights ask for.
-struct Input {
-  Buffer data, scale, offset;  // offset: int8 only, see dot()
-  int k = 0;                   // padded
-
-  void reserve(int rows, int k_max) {
-    data.at_least(size_t(rows) * k_max * 4);
-    scale.at_least(size_t(rows) * (k_max / GROUP) * 4);
-    offset.at_least(size_t(rows) * (k_max / GROUP) * 4);
-  }
-  // x holds `padded` floats, of which those beyond K are 0.
-  void put(Kind kind, int row, const float* x, int padded) {
-    k = padded;
-    if (kind == FLOAT32) {
-      std::memcpy(data.as<float>() + size_t(row) * k, x, size_t(k) * 4);
-    } else if (kind == BFLOAT16) {
-      uint16_t* to = data.as<uint16_t>() + size_t(row) * k;
-#if defined(__AVX512BF16__)
-      for (int i = 0; i < k; i += 32)
-        store(to + i, _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i)));
-#else
-      for (int i = 0; i < k; i++) to[i] = to_bf16(x[i]);
-#endif
-    } else {
-      int8_t* to = data.as<int8_t>() + size_t(row) * k;
-      for (int g = 0; g < k / GROUP; g++) {
-        const float* from = x + g * GROUP;
-        float most = 0;
-        for (int i = 0; i < GROUP; i++) most = std::max(most, std::fabs(from[i]));
-        float inverse = most > 0 ? 127.0f / most : 0.0f;
-        int32_t total = 0;
-        for (int i = 0; i < GROUP; i++) {
-          int q = int(from[i] * inverse + (from[i] < 0 ? -0.5f : 0.5f));
-          to[g * GROUP + i] = int8_t(q);
-          total += q;
-        }
-        scale.as<float>()[row * (k / GROUP) + g] = most / 127.0f;
-        offset.as<int32_t>()[row * (k / GROUP) + g] = -128 * total;
-      }
-    }
-  }
-  // Into the row behind it: what int8 left of x. Changes x.
-  void put_rest(int row, float* x, int padded) {
-    for (int i = 0; i < padded; i++) x[i] -= data.as<int8_t>()[size_t(row) * k + i] * scale.as<float>()[(row * k + i) / GROUP];
-    put(INT8, row + 1, x, padded);
-  }
-};
-
-struct Linear {
-  Buffer slabs, scales, bias;
-  int n = 0, k = 0;  // k padded
-  int n_slabs() const { return (n + SLAB - 1) / SLAB; }
-
-  // Copies what kernel.py has laid out: slabs, the int8 scales (or null), biases (or null).
-  void take(Kind kind, const void* from, const void* of, const float* b, int outputs, int inputs) {
-    n = outputs, k = padded(inputs);
-    const size_t count = size_t(n_slabs()) * SLAB * k;
-    slabs.resize(count * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1));
-    std::memcpy(slabs.as<char>(), from, slabs.wanted());
-    if (of) scales.resize(count / GROUP * 2), std::memcpy(scales.as<char>(), of, scales.wanted());
-    bias.resize(size_t(n_slabs()) * SLAB * 4);
-    if (b) std::memcpy(bias.as<float>(), b, size_t(n) * 4);
-  }
-};
-
-// Sums of ROWS rows over K for S slabs side by side. Few rows need several slabs to have enough sums under way;
-// many rows use up the registers with one. The order of each sum is the same in every shape.
-template <Kind KIND, int ROWS, int S>
-void dot(const Linear& w, const Input& x, int row, int slab, F16 (&result)[ROWS][S][2]) {
-  F16 acc[ROWS][S][2] = {};  // by its own name, so that it stays in registers: nothing else can point to it
-  const size_t stride = size_t(SLAB) * w.k;
-  if constexpr (KIND == FLOAT32) {
-    const float* slabs = w.slabs.as<float>() + slab * stride;
-    const float* in = x.data.as<float>() + size_t(row) * x.k;
-    for (int i = 0; i < w.k; i++)
-#pragma GCC unroll 8
-      for (int s = 0; s < S; s++) {
-        F16 a = load<F16>(slabs + s * stride + i * SLAB), b = load<F16>(slabs + s * stride + i * SLAB + 16);
-        ahead(slabs + s * stride + i * SLAB);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          F16 v = all(in[size_t(r) * x.k + i]);
-          acc[r][s][0] += a * v;
-          acc[r][s][1] += b * v;
-        }
-      }
-  } else if constexpr (KIND == BFLOAT16) {
-    const uint16_t* slabs = w.slabs.as<uint16_t>() + slab * stride;
-    const uint32_t* in = x.data.as<uint32_t>() + size_t(row) * x.k / 2;  // pairs along K
-    for (int i = 0; i < w.k / 2; i++)
-#pragma GCC unroll 8
-      for (int s = 0; s < S; s++) {
-        U16 a = load<U16>(slabs + s * stride + i * 2 * SLAB), b = load<U16>(slabs + s * stride + i * 2 * SLAB + 32);
-        ahead(slabs + s * stride + i * 2 * SLAB);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          uint32_t pair = in[size_t(r) * x.k / 2 + i];
-#if defined(__AVX512BF16__)
-          __m512bh v = (__m512bh)_mm512_set1_epi32(int(pair));
-          acc[r][s][0] = (F16)_mm512_dpbf16_ps((__m512)acc[r][s][0], (__m512bh)a, v);
-          acc[r][s][1] = (F16)_mm512_dpbf16_ps((__m512)acc[r][s][1], (__m512bh)b, v);
-#else
-          uint32_t low = pair << 16, high = pair & 0xffff0000u;
-          F16 v0 = all(load<float>(&low)), v1 = all(load<float>(&high));
-          acc[r][s][0] += (F16)(a << 16) * v0;
-          acc[r][s][0] += (F16)(a & 0xffff0000u) * v1;
-          acc[r][s][1] += (F16)(b << 16) * v0;
-          acc[r][s][1] += (F16)(b & 0xffff0000u) * v1;
-#endif
-        }
-      }
-  } else {
-    // Weights are stored with 128 added, since the instruction takes one side unsigned. sum((w + 128) x) is
-    // 128 sum(x) too large, and that is what the sums of a group begin with, negated.
-    const uint8_t* slabs = w.slabs.as<uint8_t>() + slab * stride;
-    const uint16_t* scales = w.scales.as<uint16_t>() + slab * stride / GROUP;
-    const int groups = w.k / GROUP;
-    for (int g = 0; g < groups; g++) {
-      I16 whole[ROWS][S][2];
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
-        for (int s = 0; s < S; s++)
-          whole[r][s][0] = whole[r][s][1] = I16{} + x.offset.as<int32_t>()[size_t(row + r) * groups + g];
-      for (int i = g * GROUP / 4; i < (g + 1) * GROUP / 4; i++)
-#pragma GCC unroll 8
-        for (int s = 0; s < S; s++) {
-          U16 a = load<U16>(slabs + s * stride + i * 4 * SLAB), b = load<U16>(slabs + s * stride + i * 4 * SLAB + 64);
-          ahead(slabs + s * stride + i * 4 * SLAB);
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++) {
-            const int8_t* four = x.data.as<int8_t>() + size_t(row + r) * x.k + 4 * i;
-#if defined(__AVX512VNNI__)
-            __m512i v = _mm512_set1_epi32(load<int>(four));
-            whole[r][s][0] = (I16)_mm512_dpbusd_epi32((__m512i)whole[r][s][0], (__m512i)a, v);
-            whole[r][s][1] = (I16)_mm512_dpbusd_epi32((__m512i)whole[r][s][1], (__m512i)b, v);
-#else
-            for (int j = 0; j < 4; j++) {
-              whole[r][s][0] += (I16)((a >> (8 * j)) & 255u) * int32_t(four[j]);
-              whole[r][s][1] += (I16)((b >> (8 * j)) & 255u) * int32_t(four[j]);
-            }
-#endif
-          }
-        }
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        float scale = x.scale.as<float>()[size_t(row + r) * groups + g];
-        for (int s = 0; s < S; s++) {
-          const uint16_t* of = scales + s * stride / GROUP + g * SLAB;
-          acc[r][s][0] += __builtin_convertvector(whole[r][s][0], F16) * (from_bf16(of) * scale);
-          acc[r][s][1] += __builtin_convertvector(whole[r][s][1], F16) * (from_bf16(of + 16) * scale);
-        }
-      }
-    }
-  }
-  std::memcpy(result, acc, sizeof acc);
-}
-
-template <Kind KIND, int ROWS, int S, class Use>
-void tile(const Linear& w, const Input& x, int row, int slab, Use&& use) {
-  F16 acc[ROWS][S][2];
-  dot<KIND, ROWS, S>(w, x, row, slab, acc);
-  for (int s = 0; s < S; s++) {
-    const float* bias = w.bias.as<float>() + (slab + s) * SLAB;
-    for (int r = 0; r < ROWS; r++) use(row + r, slab + s, acc[r][s][0] + load<F16>(bias), acc[r][s][1] + load<F16>(bias + 16));
-  }
-}
-
-// As many rows as go into tiles of ROWS, against slabs from begin to end; the row behind them.
-template <Kind KIND, int ROWS, class Use>
-int tiles(const Linear& w, const Input& x, int row, int rows, int begin, int end, Use&& use) {
-  constexpr int S = ROWS == 8 ? 1 : ROWS == 4 ? 2 : 4;
-  for (; rows - row >= ROWS; row += ROWS) {
-    int s = begin;
-    for (; s + S <= end; s += S) tile<KIND, ROWS, S>(w, x, row, s, use);
-    for (; s < end; s++) tile<KIND, ROWS, 1>(w, x, row, s, use);
-  }
-  return row;
-}
-
-// All rows against slabs begin..end. Four slabs at a time stay in the second-level cache while the rows pass by.
-template <Kind KIND, class Use>
-void product(const Linear& w, const Input& x, int rows, int begin, int end, Use&& use) {
-  for (int slab = begin; slab < end; slab += 4) {
-    const int last = std::min(end, slab + 4);
-    int row = tiles<KIND, 8>(w, x, 0, rows, slab, last, use);
-    row = tiles<KIND, 4>(w, x, row, rows, slab, last, use);
-    row = tiles<KIND, 2>(w, x, row, rows, slab, last, use);
-    tiles<KIND, 1>(w, x, row, rows, slab, last, use);
-  }
-}
-
-// --- the model ----------------------------------------------------------------------------------------------------
 
 struct Shape {  // in the order in which kernel.py fills it
   int32_t gpt2, n_layers, d_model, n_heads, n_kv_heads, d_head, d_ff, vocab, kind, kv_bf16, threads;
@@ -253,7 +51,35 @@ class Model {
   const void *embedding = nullptr, *positions = nullptr;  // float or bf16, as the cache; the caller keeps them
 
   Model(const Shape& s, float e)
-      : shape(s), eps(e), linears(4 * s.n_layers + 1), norms(2 * s.n_layers + 1), team_(s.threads), own_(team_.size()) {}
+      : shape(s), eps(e), linears(4 * s.n_layers + 1), norms(2 * s.n_layers + 1), team_(s.threads), own_(team_.size()), streams_(team_.size()) {
+    const int q = s.n_heads * s.d_head, kv = s.n_kv_heads * s.d_head;
+    const int sizes[4][2] = {{q + 2 * kv, s.d_model}, {s.d_model, q}, {s.d_ff * (s.gpt2 ? 1 : 2), s.d_model}, {s.d_model, s.d_ff}};
+    for (size_t i = 0; i < linears.size(); i++) {
+      const bool head = i + 1 == linears.size();
+      linears[i].n = head ? s.vocab : sizes[i % 4][0], linears[i].k = padded(head ? s.d_model : sizes[i % 4][1]);
+    }
+    for (int thread = 0; thread < team_.size(); thread++) {
+      auto bytes = [&](const Linear& w) {
+        auto [begin, end] = share(w.n_slabs(), thread);
+        return (end - begin) * w.slab_bytes(Kind(s.kind));
+      };
+      size_t total = 0;
+      for (const Linear& w : linears) total += bytes(w);
+      streams_[thread].resize(total);
+      char* at = streams_[thread].as<char>();
+      for (Linear& w : linears) {
+        auto [begin, end] = share(w.n_slabs(), thread);
+        w.shares.push_back({begin, end, at});
+        at += bytes(w);
+      }
+    }
+  }
+
+  int64_t bytes() const {
+    int64_t total = 0;
+    for (const Buffer& b : streams_) total += int64_t(b.wanted());
+    return total;
+  }
 
   void step(const Step& call) {
     const int rows = call.rows, widest = padded(std::max({shape.d_model, shape.d_ff, shape.n_heads * shape.d_head}));
@@ -267,7 +93,9 @@ class Model {
       own.in.reserve(rows * 2, widest);
       own.line.at_least(size_t(widest) * 4);
       own.scores.at_least(longest * 3 * 4);
-      own.places.at_least(longest * 8);
+      own.places.at_least(longest * 8 * 2);
+      own.here = own.places.as<int64_t>(), own.soon = own.here + longest;
+      own.halves.at_least(std::max<size_t>(longest, shape.d_head) * 3 * 2);
     }
     team_.run([&](int thread) {
       if (shape.kind == FLOAT32) all_layers<FLOAT32>(call, thread);
@@ -277,22 +105,18 @@ class Model {
   }
 
  private:
-  struct Own { Input in; Buffer line, scores, places; };  // a thread's scratch
+  struct Own {  // a thread's scratch
+    Input in;
+    Buffer line, scores, halves, places;
+    int64_t *here = nullptr, *soon = nullptr;  // in places
+  };
   Team team_;
   std::vector<Own> own_;
+  std::vector<Buffer> streams_;  // the threads' weights
   Buffer x_, qkv_, mixed_, wide_, turn_;  // residual stream, its projections, attention's result, the MLP's middle
 
   std::pair<int, int> share(int n, int thread) const {
     return {int(int64_t(n) * thread / team_.size()), int(int64_t(n) * (thread + 1) / team_.size())};
-  }
-
-  // Ask for the beginnings of a product's first slabs, before the wait at the barrier in front of it.
-  void ready(const Linear& w, int thread) const {
-    auto [begin, end] = share(w.n_slabs(), thread);
-    asm volatile("");
-    for (int s = begin; s < std::min(end, begin + 4); s++)
-      for (int at = 0; at < AHEAD / 2; at += 64)
-        __builtin_prefetch(w.slabs.as<char>() + w.slabs.wanted() / w.n_slabs() * s + at, 0, 2);
   }
 
   template <Kind KIND>
@@ -313,29 +137,34 @@ class Model {
     for (int l = 0; l < shape.n_layers; l++) {
       const Linear* of = &linears[4 * l];
       normed<KIND>(norms[2 * l], rows, own);
-      std::tie(begin, end) = share(of[QKV].n_slabs(), thread);
-      product<KIND>(of[QKV], own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
+      product<KIND>(of[QKV], own.in, rows, thread, [&](int r, int s, F16 a, F16 b) {
         store(qkv + size_t(r) * nqkv + s * SLAB, a);
         store(qkv + size_t(r) * nqkv + s * SLAB + 16, b);
       });
+     
       std::tie(begin, end) = share(rows * shape.n_kv_heads, thread);
-      if (begin < end) fetch<T>(call, l, begin / shape.n_kv_heads, begin % shape.n_kv_heads);
+      if (begin < end) {
+        look_up(call, begin / shape.n_kv_heads, begin % shape.n_kv_heads, own.here);
+        fetch(stored<T>(call.k, call, l), own.here, int(call.positions[begin / shape.n_kv_heads]) + 1, shape.d_head);
+        fetch(stored<T>(call.v, call, l), own.here, int(call.positions[begin / shape.n_kv_heads]) + 1, shape.d_head);
+      }
       team_.barrier();
       for (int item = begin; item < end; item++) write<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads);
       if (call.together) team_.barrier();  // rows of one text look at each other's keys
       for (int item = begin; item < end; item++) {
-        if (item + 1 < end) fetch<T>(call, l, (item + 1) / shape.n_kv_heads, (item + 1) % shape.n_kv_heads);
-        attend<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
+        const int next = std::min(item + 1, end - 1);
+        look_up(call, next / shape.n_kv_heads, next % shape.n_kv_heads, own.soon);
+        attend_all<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
+        std::swap(own.here, own.soon);
       }
-      ready(of[OUT], thread);
+      
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, mixed + size_t(r) * nqp, nqp);
       add_to_stream<KIND>(of[OUT], rows, thread);
-      ready(of[UP], thread);
+      
       team_.barrier();
       normed<KIND>(norms[2 * l + 1], rows, own);
-      std::tie(begin, end) = share(of[UP].n_slabs(), thread);
-      product<KIND>(of[UP], own.in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
+      product<KIND>(of[UP], own.in, rows, thread, [&](int r, int s, F16 a, F16 b) {
         if (shape.gpt2) {
           store(wide + size_t(r) * fp + s * SLAB, gelu(a));
           store(wide + size_t(r) * fp + s * SLAB + 16, gelu(b));
@@ -343,19 +172,18 @@ class Model {
           store(wide + size_t(r) * fp + s * 16, silu(a) * b);
         }
       });
-      ready(of[DOWN], thread);
+      
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, wide + size_t(r) * fp, fp);
       add_to_stream<KIND>(of[DOWN], rows, thread);
-      ready(of[4], thread);
+      
       team_.barrier();
     }
     // What chooses the token is not rounded that far: in int8 each row is two, itself and what rounding left of it.
     constexpr int PARTS = KIND == INT8 ? 2 : 1;
     normed<KIND, PARTS>(norms.back(), rows, own);
     const Linear& head = linears.back();
-    std::tie(begin, end) = share(head.n_slabs(), thread);
-    product<KIND>(head, own.in, rows * PARTS, begin, end, [&](int r, int s, F16 a, F16 b) {
+    product<KIND>(head, own.in, rows * PARTS, thread, [&](int r, int s, F16 a, F16 b) {
       float* to = call.logits + size_t(r / PARTS) * shape.vocab + size_t(s) * SLAB;
       const int n = std::min(SLAB, shape.vocab - s * SLAB);  // the last slab may be cut
       float both[SLAB];
@@ -367,8 +195,7 @@ class Model {
   template <Kind KIND>
   void add_to_stream(const Linear& w, int rows, int thread) {
     const int dp = padded(shape.d_model);
-    auto [begin, end] = share(w.n_slabs(), thread);
-    product<KIND>(w, own_[thread].in, rows, begin, end, [&](int r, int s, F16 a, F16 b) {
+    product<KIND>(w, own_[thread].in, rows, thread, [&](int r, int s, F16 a, F16 b) {
       float* to = x_.as<float>() + size_t(r) * dp + s * SLAB;
       store(to, load<F16>(to) + a);
       store(to + 16, load<F16>(to + 16) + b);
@@ -455,107 +282,31 @@ class Model {
     for (int i = 0; i < d; i++) write1(to_k + i, key[i]), write1(to_v + i, value[i]);
   }
 
-  // Ask for the keys and values that are next: they lie in small pieces, which no processor foresees.
-  template <class T>
-  void fetch(const Step& call, int l, int row, int kv) const {
-    asm volatile("");  // or GCC takes the function for one without effects, and drops it
-    const int64_t apart = int64_t(shape.n_kv_heads) * shape.d_head;
-    const T *keys = stored<T>(call.k, call, l), *values = stored<T>(call.v, call, l);
-    for (int t = 0; t <= call.positions[row]; t += call.block_size) {
-      const int64_t first = place(call, row, kv, t);
-      for (int i = 0; i < call.block_size; i++)
-        for (int at = 0; at < shape.d_head; at += 64 / int(sizeof(T))) {
-          __builtin_prefetch(keys + first + i * apart + at, 0, 2);
-          __builtin_prefetch(values + first + i * apart + at, 0, 2);
-        }
-    }
-  }
-
-  // One KV head of one row: its queries look at all keys up to the row's own.
-  template <class T>
-  void attend(const Step& call, int l, int row, int kv, Own& own) {
-    const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads;
-    const int length = int(call.positions[row]) + 1, line = (length + 15) / 16 * 16;
-    int64_t* places = own.places.as<int64_t>();
+  // Where the keys of one of a row's KV heads begin, see Places.
+  void look_up(const Step& call, int row, int kv, int64_t* places) const {
+    const int length = int(call.positions[row]) + 1, apart = shape.n_kv_heads * shape.d_head;
     for (int t = 0; t < length; t += call.block_size) {
       const int64_t first = place(call, row, kv, t);
-      for (int i = 0; i < call.block_size && t + i < length; i++) places[t + i] = first + int64_t(i) * shape.n_kv_heads * d;
+      for (int i = 0; i < call.block_size && t + i < length; i++) places[t + i] = first + int64_t(i) * apart;
     }
-    std::fill(places + length, places + line, places[0]);  // any that are there: their share will be 0
+    std::fill(places + length, places + (length + 15) / 16 * 16, places[0]);
+  }
+
+  // Every query head of one KV head of one row. Heads that share keys go up to three at a time: each key is read once.
+  template <class T>
+  void attend_all(const Step& call, int l, int row, int kv, Own& own) {
+    const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads, length = int(call.positions[row]) + 1;
+    const Places at{own.here, own.soon, length, (length + 15) / 16 * 16};
     const T *keys = stored<T>(call.k, call, l), *values = stored<T>(call.v, call, l);
-    float *p = own.scores.as<float>(), *out = mixed_.as<float>() + size_t(row) * padded(shape.n_heads * d) + kv * group * d;
     const float* q = query(row, kv);
-    for (int g = 0; g < group;) {  // heads that share keys, up to three at a time: each key is read once for them
-      auto some = [&](auto n) {
-        constexpr int G = decltype(n)::value;
-        for (int t = 0; t < line; t += 8) scores<G>(q + g * d, keys, places + t, d, p + t, line);
-        for (int h = 0; h < G; h++) softmax(p + size_t(h) * line, length, line, 1.0f / std::sqrt(float(d)));
-        int i = 0;
-        for (; i + 64 <= d; i += 64) mix<G, 4>(p, values + i, places, length, line, out + g * d + i, d);
-        for (; i + 16 <= d; i += 16) mix<G, 1>(p, values + i, places, length, line, out + g * d + i, d);
-        for (; i < d; i++)
-          for (int h = 0; h < G; h++) {
-            float& to = out[(g + h) * d + i] = 0;
-            for (int t = 0; t < length; t++) to += p[size_t(h) * line + t] * read1(values + places[t] + i);
-          }
-        g += G;
-      };
-      if (group - g >= 3) some(std::integral_constant<int, 3>());
-      else if (group - g == 2) some(std::integral_constant<int, 2>());
-      else some(std::integral_constant<int, 1>());
-    }
-  }
-
-  // Products of G queries with eight keys.
-  template <int G, class T>
-  static void scores(const float* q, const T* keys, const int64_t* places, int d, float* to, int line) {
-    F16 acc[G][8] = {};
-    const int whole = d / 16 * 16;
-    for (int i = 0; i < whole; i += 16)
-#pragma GCC unroll 8
-      for (int t = 0; t < 8; t++) {
-        F16 k = read16(keys + places[t] + i);
-#pragma GCC unroll 3
-        for (int g = 0; g < G; g++) acc[g][t] += load<F16>(q + size_t(g) * d + i) * k;
-      }
-    F16 result[G][8];
-    std::memcpy(result, acc, sizeof acc);
-    for (int g = 0; g < G; g++) {
-      sums(result[g], to + size_t(g) * line);
-      for (int t = 0; t < 8; t++)
-        for (int i = whole; i < d; i++) to[size_t(g) * line + t] += q[size_t(g) * d + i] * read1(keys + places[t] + i);
-    }
-  }
-
-  // p, of which those from length to line count nothing, becomes shares of 1.
-  static void softmax(float* p, int length, int line, float scale) {
-    std::fill(p + length, p + line, -INFINITY);
-    const float most = *std::max_element(p, p + length);
-    F16 total = F16{};
-    for (int t = 0; t < line; t += 16) {
-      F16 e = exp16((load<F16>(p + t) - most) * scale);
-      for (int j = std::max(0, length - t); j < 16; j++) e[j] = 0;
-      store(p + t, e);
-      total += e;
-    }
-    const float inverse = 1.0f / sum(total);
-    for (int t = 0; t < line; t += 16) store(p + t, load<F16>(p + t) * inverse);
-  }
-
-  // The values, each by its share, for G queries.
-  template <int G, int V, class T>
-  static void mix(const float* p, const T* values, const int64_t* places, int length, int line, float* out, int d) {
-    F16 acc[G][V] = {};
-    for (int t = 0; t < length; t++)
-#pragma GCC unroll 4
-      for (int j = 0; j < V; j++) {
-        F16 v = read16(values + places[t] + 16 * j);
-#pragma GCC unroll 3
-        for (int g = 0; g < G; g++) acc[g][j] += p[size_t(g) * line + t] * v;
-      }
-    F16 result[G][V];
-    std::memcpy(result, acc, sizeof acc);
-    for (int g = 0; g < G; g++) std::memcpy(out + size_t(g) * d, result[g], sizeof result[g]);
+    float* out = mixed_.as<float>() + size_t(row) * padded(shape.n_heads * d) + kv * group * d;
+    auto some = [&](auto n, int g) {
+      attend<decltype(n)::value>(q + g * d, keys, values, at, d, own.scores.as<float>(), own.halves.as<uint16_t>(), out + g * d);
+    };
+    int g = 0;
+    for (; g + 3 <= group; g += 3) some(std::integral_constant<int, 3>(), g);
+    if (g + 2 == group) some(std::integral_constant<int, 2>(), g);
+    else if (g + 1 == group) some(std::integral_constant<int, 1>(), g);
   }
 };
 
@@ -568,9 +319,9 @@ extern "C" {
 void* ni_new(const Shape* shape, float eps) { return new Model(*shape, eps); }
 void ni_free(void* model) { delete static_cast<Model*>(model); }
 
-void ni_linear(void* model, int which, const void* slabs, const void* scales, const float* bias, int n, int k) {
+void ni_linear(void* model, int which, const char* slabs, const float* bias) {
   Model& m = *static_cast<Model*>(model);
-  m.linears[which].take(Kind(m.shape.kind), slabs, scales, bias, n, k);
+  m.linears[which].take(Kind(m.shape.kind), slabs, bias);
 }
 
 void ni_norm(void* model, int which, const float* weight, const float* bias) {
@@ -585,11 +336,6 @@ void ni_embed(void* model, const void* embedding, const void* positions, const f
   if (inv_freq) m.inv_freq.assign(inv_freq, inv_freq + m.shape.d_head / 2);
 }
 
-int64_t ni_bytes(void* model) {
-  int64_t total = 0;
-  for (const Linear& w : static_cast<Model*>(model)->linears) total += int64_t(w.slabs.wanted() + w.scales.wanted());
-  return total;
-}
-
+int64_t ni_bytes(void* model) { return static_cast<Model*>(model)->bytes(); }
 void ni_step(void* model, const Step* call) { static_cast<Model*>(model)->step(*call); }
 }

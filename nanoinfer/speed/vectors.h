@@ -1,6 +1,7 @@
 // Sixteen numbers at a time: the vector types of GCC and Clang, and what they lack.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -13,6 +14,7 @@ namespace {
 typedef float F16 __attribute__((vector_size(64)));     // sixteen numbers
 typedef int32_t I16 __attribute__((vector_size(64)));
 typedef uint32_t U16 __attribute__((vector_size(64)));
+typedef int8_t C16 __attribute__((vector_size(16)));    // sixteen int8
 typedef uint16_t H16 __attribute__((vector_size(32)));  // sixteen bf16
 
 template <class T> T load(const void* p) { T v; std::memcpy(&v, p, sizeof v); return v; }
@@ -65,6 +67,29 @@ void sums(const F16 (&v)[8], float* to) {
   _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_shuffle_f32x4(c, c, 0x88)));
 #else
   for (int i = 0; i < 8; i++) to[i] = sum(v[i]);
+#endif
+}
+
+F16 larger(F16 a, F16 b) { return a > b ? a : b; }
+F16 magnitude(F16 x) { return (F16)((U16)x & 0x7fffffffu); }
+I16 nearest(F16 x) { return __builtin_convertvector(x + (F16)(((U16)x & 0x80000000u) | 0x3f000000u), I16); }
+float largest(F16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float lane[16];
+  store(lane, v);
+  return *std::max_element(lane, lane + 16);
+#endif
+}
+int32_t total(I16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t lane[16], all = 0;
+  store(lane, v);
+  for (int32_t x : lane) all += x;
+  return all;
 #endif
 }
 
