@@ -280,7 +280,7 @@ def routing(talks: int = 48, turns: int = 4, users: int = 8) -> dict[str, Any]:
 def main() -> None:
     """Run, print and store."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rate", type=float, default=10.0)
+    parser.add_argument("--rate", type=float, default=5.0, help="requests a second; two replicas on two cores manage 8")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--out", type=Path, default=Path("results/cluster.json"))

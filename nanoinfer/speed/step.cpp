@@ -141,13 +141,8 @@ class Model {
         store(qkv + size_t(r) * nqkv + s * SLAB, a);
         store(qkv + size_t(r) * nqkv + s * SLAB + 16, b);
       });
-     
       std::tie(begin, end) = share(rows * shape.n_kv_heads, thread);
-      if (begin < end) {
-        look_up(call, begin / shape.n_kv_heads, begin % shape.n_kv_heads, own.here);
-        fetch(stored<T>(call.k, call, l), own.here, int(call.positions[begin / shape.n_kv_heads]) + 1, shape.d_head);
-        fetch(stored<T>(call.v, call, l), own.here, int(call.positions[begin / shape.n_kv_heads]) + 1, shape.d_head);
-      }
+      if (begin < end) ask_first<T>(call, l, begin / shape.n_kv_heads, begin % shape.n_kv_heads, own);
       team_.barrier();
       for (int item = begin; item < end; item++) write<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads);
       if (call.together) team_.barrier();  // rows of one text look at each other's keys
@@ -157,11 +152,9 @@ class Model {
         attend_all<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads, own);
         std::swap(own.here, own.soon);
       }
-      
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, mixed + size_t(r) * nqp, nqp);
       add_to_stream<KIND>(of[OUT], rows, thread);
-      
       team_.barrier();
       normed<KIND>(norms[2 * l + 1], rows, own);
       product<KIND>(of[UP], own.in, rows, thread, [&](int r, int s, F16 a, F16 b) {
@@ -172,11 +165,9 @@ class Model {
           store(wide + size_t(r) * fp + s * 16, silu(a) * b);
         }
       });
-      
       team_.barrier();
       for (int r = 0; r < rows; r++) own.in.put(KIND, r, wide + size_t(r) * fp, fp);
       add_to_stream<KIND>(of[DOWN], rows, thread);
-      
       team_.barrier();
     }
     // What chooses the token is not rounded that far: in int8 each row is two, itself and what rounding left of it.
@@ -290,6 +281,14 @@ class Model {
       for (int i = 0; i < call.block_size && t + i < length; i++) places[t + i] = first + int64_t(i) * apart;
     }
     std::fill(places + length, places + (length + 15) / 16 * 16, places[0]);
+  }
+
+  // Look up a thread's first keys and values, and ask for them, before the wait at the barrier in front of their use.
+  template <class T>
+  void ask_first(const Step& call, int l, int row, int kv, Own& own) const {
+    look_up(call, row, kv, own.here);
+    asm volatile("");  // or GCC takes this for a function without effects, and drops it
+    for (void* all : {call.k, call.v}) fetch(stored<T>(all, call, l), own.here, int(call.positions[row]) + 1, shape.d_head);
   }
 
   // Every query head of one KV head of one row. Heads that share keys go up to three at a time: each key is read once.
