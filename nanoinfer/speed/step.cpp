@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -119,6 +118,17 @@ class Model {
     return {int(int64_t(n) * thread / team_.size()), int(int64_t(n) * (thread + 1) / team_.size())};
   }
 
+  // The first of a thread's KV heads, counted through the rows. They are shared out by the tokens that they look at.
+  int first_head(const Step& call, int thread) const {
+    auto work = [&](int row) { return (call.positions[row] + 32) * shape.n_kv_heads; };  // writing and starting count too
+    int64_t before = 0;
+    for (int r = 0; r < call.rows; r++) before += work(r);
+    before = before * thread / team_.size();
+    int r = 0;
+    for (; r < call.rows && before >= work(r); r++) before -= work(r);
+    return r * shape.n_kv_heads + (r < call.rows ? int((before * shape.n_kv_heads + work(r) / 2) / work(r)) : 0);
+  }
+
   template <Kind KIND>
   void all_layers(const Step& call, int thread) {
     if (shape.kv_bf16) all_layers<KIND, uint16_t>(call, thread);
@@ -131,7 +141,7 @@ class Model {
     const int nqkv = padded(linears[QKV].n);
     Own& own = own_[thread];
     float *qkv = qkv_.as<float>(), *mixed = mixed_.as<float>(), *wide = wide_.as<float>();
-    int begin, end;
+    const int begin = first_head(call, thread), end = first_head(call, thread + 1);  // to attend, of all rows' KV heads
     embed<T>(call, thread);
     team_.barrier();
     for (int l = 0; l < shape.n_layers; l++) {
@@ -141,7 +151,6 @@ class Model {
         store(qkv + size_t(r) * nqkv + s * SLAB, a);
         store(qkv + size_t(r) * nqkv + s * SLAB + 16, b);
       });
-      std::tie(begin, end) = share(rows * shape.n_kv_heads, thread);
       if (begin < end) ask_first<T>(call, l, begin / shape.n_kv_heads, begin % shape.n_kv_heads, own);
       team_.barrier();
       for (int item = begin; item < end; item++) write<T>(call, l, item / shape.n_kv_heads, item % shape.n_kv_heads);
