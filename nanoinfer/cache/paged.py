@@ -7,9 +7,6 @@ behind the other in a single packed row, so that the model's products see no pad
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockTable
+from nanoinfer.cache.memory import clear, zeros
 from nanoinfer.cache.ragged import Ragged, RaggedFlash, RaggedSdpa
 from nanoinfer.models.config import ModelConfig
 
@@ -44,7 +42,7 @@ class PagedCache:
         self, config: ModelConfig, n_blocks: int, block_size: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         shape = (config.n_layers, n_blocks, block_size, config.n_kv_heads, config.d_head)
-        self.k, self.v = (_zeros(shape, torch.device(device), dtype) for _ in range(2))
+        self.k, self.v = (zeros(shape, device, dtype) for _ in range(2))
         self.nbytes = self.k.nbytes + self.v.nbytes
         self.block_size = block_size
 
@@ -71,31 +69,13 @@ class PagedCache:
             if copies:
                 source, target = torch.tensor(copies, device=store.device).T
                 store[:, target] = store[:, source]
-            if begun and store.device.type == "cpu":
-                # By NumPy, in this thread: PyTorch wakes its team for it, which then spins on a core that the next
-                # step needs.
-                store.flatten(2).view(torch.uint8).numpy()[:, begun] = 0
-            elif begun:
-                store.index_fill_(1, torch.tensor(begun, device=store.device), 0.0)
+            if begun:
+                clear(store, begun)
 
     def _begun(self, row: NewTokens) -> int | None:
         """The block in which this step writes the first slot but not the last."""
         index = row.end // self.block_size
         return row.table.blocks[index] if row.table.length <= index * self.block_size < row.end else None
-
-
-def _zeros(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros; on Linux in pages of 2 MiB where the system gives them.
-
-    A step reads a little of every layer, all over the cache. In pages of 4 KiB each piece has its own entry in the
-    processor's table of pages, and the first touch of each stops the step.
-    """
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or not math.prod(shape):
-        return torch.zeros(shape, device=device, dtype=dtype)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)  # holds on to the memory
 
 
 class PagedStep:
