@@ -166,7 +166,7 @@ int tiles(const char* slab, const float* bias, const Input& x, int row, int rows
 
 // All rows against a thread's slabs. A slab stays in the caches while the rows pass by.
 template <Kind KIND, class Use>
-const char* product(const Linear& w, const Input& x, int rows, int thread, Use&& use) {
+void product(const Linear& w, const Input& x, int rows, int thread, Use&& use) {
   const Linear::Share& share = w.shares[thread];
   const char* slab = share.at;
   for (int s = share.begin; s < share.end; s++, slab += w.slab_bytes(KIND)) {
@@ -177,7 +177,6 @@ const char* product(const Linear& w, const Input& x, int rows, int thread, Use&&
     row = tiles<KIND, 2>(slab, bias, x, row, rows, keep);
     tiles<KIND, 1>(slab, bias, x, row, rows, keep);
   }
-  return slab;
 }
 
 }  // namespace
