@@ -6,8 +6,10 @@
 
 namespace {
 
-// Where a head's keys (and values) begin in their store, token by token; up to a multiple of 16, with any that are
-// there. `soon` are those of the head that is next, asked for while this one is being computed.
+int line_of(int length) { return (length + 15) / 16 * 16; }  // tokens, in whole vectors of scores
+
+// Where a head's keys (and values) begin in their store, token by token; up to `line`, with any that are there.
+// `soon` are those of the head that is next, asked for while this one is being computed.
 struct Places { const int64_t *here, *soon; int length, line; };
 
 // Ask for n keys or values: no processor foresees them.
@@ -74,10 +76,6 @@ void mix(const float* p, const T* values, const Places& at, float* out, int d) {
 // The same where keys and values are bf16 and the processor multiplies such: queries and shares are rounded to it.
 // Half the instructions.
 
-void round16(const float* from, uint16_t* to, int n) {  // n a multiple of 16
-  for (int i = 0; i < n; i += 16) store(to + i, _mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
-}
-
 template <int G>
 void scores(const uint16_t* q, const uint16_t* keys, const int64_t* places, int d, float* to, int line) {
   F16 acc[G][8] = {};
@@ -134,13 +132,13 @@ void attend(const float* q, const T* keys, const T* values, const Places& at, in
 #if defined(__AVX512BF16__)
   if constexpr (sizeof(T) == 2) {
     if (d % 64 == 0) {
-      round16(q, halves, G * d);
+      to_bf16(q, halves, G * d);
       for (int t = 0; t < at.line; t += 8) {
         fetch(keys, at.soon + t, 8, d);
         scores<G>(halves, keys, at.here + t, d, p + t, at.line);
       }
       for (int g = 0; g < G; g++) softmax(p + size_t(g) * at.line, at.length, at.line, scale);
-      round16(p, halves, G * at.line);
+      to_bf16(p, halves, G * at.line);
       for (int i = 0; i < d; i += 64) mix<G>(halves, values + i, at, out + i, d);
       return;
     }

@@ -34,13 +34,7 @@ struct Input {
     if (kind == FLOAT32) {
       std::memcpy(data.as<float>() + size_t(row) * k, x, size_t(k) * 4);
     } else if (kind == BFLOAT16) {
-      uint16_t* to = data.as<uint16_t>() + size_t(row) * k;
-#if defined(__AVX512BF16__)
-      for (int i = 0; i < k; i += 32)
-        store(to + i, _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i)));
-#else
-      for (int i = 0; i < k; i++) to[i] = to_bf16(x[i]);
-#endif
+      to_bf16(x, data.as<uint16_t>() + size_t(row) * k, k);
     } else {
       int8_t* to = data.as<int8_t>() + size_t(row) * k;
       for (int g = 0; g < k / GROUP; g++, x += GROUP, to += GROUP) {

@@ -289,7 +289,7 @@ class Model {
       const int64_t first = place(call, row, kv, t);
       for (int i = 0; i < call.block_size && t + i < length; i++) places[t + i] = first + int64_t(i) * apart;
     }
-    std::fill(places + length, places + (length + 15) / 16 * 16, places[0]);
+    std::fill(places + length, places + line_of(length), places[0]);
   }
 
   // Look up a thread's first keys and values, and ask for them, before the wait at the barrier in front of their use.
@@ -304,7 +304,7 @@ class Model {
   template <class T>
   void attend_all(const Step& call, int l, int row, int kv, Own& own) {
     const int d = shape.d_head, group = shape.n_heads / shape.n_kv_heads, length = int(call.positions[row]) + 1;
-    const Places at{own.here, own.soon, length, (length + 15) / 16 * 16};
+    const Places at{own.here, own.soon, length, line_of(length)};
     const T *keys = stored<T>(call.k, call, l), *values = stored<T>(call.v, call, l);
     const float* q = query(row, kv);
     float* out = mixed_.as<float>() + size_t(row) * padded(shape.n_heads * d) + kv * group * d;

@@ -26,6 +26,13 @@ uint16_t to_bf16(float x) {  // to nearest, ties to even
   if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16) | 0x40;  // NaN stays NaN
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
+void to_bf16(const float* from, uint16_t* to, int n) {  // n a multiple of 16
+#if defined(__AVX512BF16__)
+  for (int i = 0; i < n; i += 16) store(to + i, _mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+#else
+  for (int i = 0; i < n; i++) to[i] = to_bf16(from[i]);
+#endif
+}
 F16 from_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
