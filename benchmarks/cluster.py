@@ -28,13 +28,13 @@ from typing import Any
 from benchmarks.nodes import Nodes, batch, gateway, nodes
 from benchmarks.service import rate, server
 from benchmarks.store import store
-from nanoinfer.bench.arrivals import constant
-from nanoinfer.bench.http_target import HttpTarget
-from nanoinfer.bench.load import closed_loop, open_loop
-from nanoinfer.bench.workload import Work, due
+from nanoinfer.bench.client import HttpTarget
+from nanoinfer.bench.loadgen import closed_loop, open_loop
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.machine import provenance, usable_cores
+from nanoinfer.measure.environment import provenance, usable_cores
 from nanoinfer.measure.trace import Trace
+from nanoinfer.workload.arrivals import constant
+from nanoinfer.workload.workload import Work, due
 
 MODEL, WORDS = "random:tiny-llama", ("--dtype", "float32")
 PROMPT, OUTPUT = 64, 180  # tokens

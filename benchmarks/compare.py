@@ -27,11 +27,11 @@ from benchmarks.peers import environment
 from benchmarks.peers.worker import Answer, Program, Worker, WorkerError
 from benchmarks.store import store
 from nanoinfer.errors import ModelError, NanoinferError
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians
-from nanoinfer.models import fetch
 from nanoinfer.models.reference import to_transformers
 from nanoinfer.models.registry import DEFAULT, load_model
+from nanoinfer.store import cache_dir
 
 SCRIPTS = Path(__file__).parent / "peers"
 PROMPT, NEW = 64, 64
@@ -56,7 +56,7 @@ class Disagreement(NanoinferError):
 
 def folder(model: str, dtype: str) -> Path:
     """The model's weights as transformers' own files, made once."""
-    path = fetch.cache_dir() / "peers" / "weights" / f"{model.replace(':', '-')}-{dtype}"
+    path = cache_dir() / "peers" / "weights" / f"{model.replace(':', '-')}-{dtype}"
     if not path.exists():
         theirs = to_transformers(load_model(model, dtype=dtype)).to(getattr(torch, dtype))
         part = path.with_suffix(".part")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.store import store
-from nanoinfer.bench.floor import measure_floor
-from nanoinfer.measure.machine import provenance
+from nanoinfer.bench.overhead import measure_floor
+from nanoinfer.measure.environment import provenance
 
 LOADS: dict[str, dict[str, Any]] = {
     "500 streams of 10 chunks/s": {"streams": 500, "chunks_s": 10.0},

@@ -21,14 +21,14 @@ import aiohttp
 
 from benchmarks.peers import environment
 from benchmarks.store import store
-from nanoinfer.bench.http_target import HttpTarget
-from nanoinfer.bench.load import closed_loop
+from nanoinfer.bench.client import HttpTarget
+from nanoinfer.bench.loadgen import closed_loop
 from nanoinfer.bench.summary import summarise
-from nanoinfer.bench.workload import Work
 from nanoinfer.errors import ModelError, NanoinferError
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.models import fetch
 from nanoinfer.models.registry import load_model
+from nanoinfer.workload.workload import Work
 
 PROMPTS = (
     "The sea is",

@@ -20,11 +20,11 @@ import torch
 from benchmarks.store import store
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.options import Speed
+from nanoinfer.sampling.params import SamplingParams
 
 WAYS: dict[str, Speed] = {
     "plain": Speed(),

@@ -24,11 +24,11 @@ from benchmarks.store import store
 from nanoinfer.engines.auto import PROMPTS
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.speed.kernel import DecodeKernel
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.cpu_kernel import DecodeKernel
+from nanoinfer.optimize.options import Speed
 from nanoinfer.theory.arithmetic import kv_bytes, prefill_flops
 
 ROWS, LONG, CONTEXT = 32, 512, 96
@@ -36,7 +36,7 @@ READ_BYTES = 2**29  # far beyond any cache
 FIRST_TOKEN = """
 import time; start = time.perf_counter()
 import nanoinfer
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.options import Speed
 engine = nanoinfer.load({model!r}, "continuous", dtype={dtype!r}, speed=Speed(kernel=True))
 engine.generate("The sea", nanoinfer.SamplingParams(max_tokens=1))
 print(time.perf_counter() - start)

@@ -26,16 +26,16 @@ from benchmarks.store import store
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.data import sample_text
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.quality import kl_and_agreement, token_nll
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.speed.calibrated import Calibration, channel_energy
-from nanoinfer.speed.kernel import GROUP, DecodeKernel, Weights
-from nanoinfer.speed.options import Quantised
-from nanoinfer.speed.quantise import bits_per_weight, quantise
-from nanoinfer.speed.twin import twin
+from nanoinfer.optimize.calibrated import Calibration, channel_energy
+from nanoinfer.optimize.cpu_kernel import GROUP, DecodeKernel, Weights
+from nanoinfer.optimize.options import Quantised
+from nanoinfer.optimize.quantise import bits_per_weight, quantise
+from nanoinfer.optimize.twin import twin
 
 WINDOW = 512
 #: KL divergence from float32 that a way may cost and still be offered as a default, in nats.

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.store import store
-from nanoinfer.filters import Limits, best_few, keep_by_sorting
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.repeat import Timing, paired, repeat
-from nanoinfer.sampling import SamplerState, SamplingParams, draw_by_sorting, sample, tempered
+from nanoinfer.sampling.filters import Limits, best_few, keep_by_sorting
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.sample import SamplerState, draw_by_sorting, sample, tempered
 
 VOCABULARIES = (49_152, 128_256)
 ROWS = (1, 32)

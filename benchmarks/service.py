@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.store import store
+from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.engine_target import EngineTarget
-from nanoinfer.bench.http_target import HttpTarget
-from nanoinfer.bench.load import closed_loop
+from nanoinfer.bench.loadgen import closed_loop
 from nanoinfer.bench.target import Target
-from nanoinfer.bench.workload import log_normal_work
 from nanoinfer.engines.load import load
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import ttft_service
 from nanoinfer.measure.stats import present, ratio_of_medians
-from nanoinfer.speed.options import spoken
+from nanoinfer.optimize.options import spoken
+from nanoinfer.workload.workload import log_normal_work
 
 USERS, REQUESTS, LENGTHS = 32, 96, (16, 128)
 

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.store import store
-from nanoinfer.bench.operators import this_machine
-from nanoinfer.bench.simulate import simulate, step_seconds
-from nanoinfer.bench.workload import Work, log_normal_work
 from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.calibrate.operators import this_machine
 from nanoinfer.engines.batched import BatchedEngine, Waste
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
@@ -28,12 +26,14 @@ from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
 from nanoinfer.engines.scheduler import Plan, Scheduler
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import chunk_gaps, ttft
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.simulate.simulate import simulate, step_seconds
 from nanoinfer.theory.roofline import batched_seconds
+from nanoinfer.workload.workload import Work, log_normal_work
 
 PROMPTS, OUTPUTS = (16, 512), (8, 256)
 ROWS = 32

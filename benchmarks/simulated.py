@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.store import store
-from nanoinfer.bench.arrivals import poisson
 from nanoinfer.bench.engine_target import EngineTarget
-from nanoinfer.bench.lengths import parse_lengths, synthetic
-from nanoinfer.bench.load import open_loop
-from nanoinfer.bench.operators import this_machine
+from nanoinfer.bench.loadgen import open_loop
 from nanoinfer.bench.run import Run
-from nanoinfer.bench.virtual import simulated
-from nanoinfer.bench.workload import Work, due
 from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.calibrate.operators import this_machine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import collect
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.simulate.virtual import simulated
 from nanoinfer.theory.ragged import StepTimes
+from nanoinfer.workload.arrivals import poisson
+from nanoinfer.workload.lengths import parse_lengths, synthetic
+from nanoinfer.workload.workload import Work, due
 
 PROMPTS, OUTPUTS = "uniform:16-128", "uniform:16-64"
 RUNNING, BUDGET, BLOCK = 32, 256, 8

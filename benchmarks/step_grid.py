@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.store import store
-from nanoinfer.bench.operators import measure_operators
 from nanoinfer.cache.contiguous import ContiguousCache
-from nanoinfer.measure.machine import provenance
+from nanoinfer.calibrate.operators import measure_operators
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.repeat import repeat
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.theory.roofline import Machine, decode_step, prefill_step

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.measure.files import write_whole
+from nanoinfer.store import write_whole
 
 
 def store(path: Path, record: Mapping[str, Any]) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from nanoinfer.engines.engine import Engine as Engine
     from nanoinfer.engines.load import load as load
     from nanoinfer.errors import NanoinferError as NanoinferError
-    from nanoinfer.sampling import SamplingParams as SamplingParams
+    from nanoinfer.sampling.params import SamplingParams as SamplingParams
 
 _HOMES = {
     "load": "nanoinfer.engines.load",
     "Engine": "nanoinfer.engines.engine",
-    "SamplingParams": "nanoinfer.sampling",
+    "SamplingParams": "nanoinfer.sampling.params",
     "NanoinferError": "nanoinfer.errors",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nanoinfer.cli import main
+from nanoinfer.cli.app import main
 
 main()

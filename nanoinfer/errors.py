@@ -8,7 +8,10 @@ exits with 1; a traceback is left for our own mistakes.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
 
 
 class NanoinferError(Exception):
@@ -45,3 +48,29 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     if close:
         return "did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
     return "known: " + ", ".join(names)
+
+
+def check(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+    whole: bool = False,
+    error: type[NanoinferError] = RequestError,
+) -> None:
+    """Refuse what is not a finite number within its limits, in one line that names it and them.
+
+    Raises:
+        RequestError: (or ``error``) such as ``--share must be above 0 and at most 1, got 2``.
+    """
+    if not isinstance(value, bool) and isinstance(value, Integral if whole else Real):
+        number: Any = value
+        if math.isfinite(number) and above < number < below and at_least <= number <= at_most:
+            return
+    limits = (("above", above), ("at least", at_least), ("below", below), ("at most", at_most))
+    wanted = " and ".join(f"{word} {limit:,.12g}" for word, limit in limits if math.isfinite(limit))
+    kind = "a whole number" if whole else "" if wanted else "a finite number"
+    raise error(f"{name} must be {f'{kind} {wanted}'.strip()}, got {value!r}")

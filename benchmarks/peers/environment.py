@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanoinfer.errors import ModelError
-from nanoinfer.models.fetch import cache_dir
+from nanoinfer.store import cache_dir
 
 STAMP = "nanoinfer-recipe.txt"
 CPU_TORCH = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"

@@ -9,7 +9,7 @@ import protocol
 import nanoinfer
 from nanoinfer import SamplingParams
 from nanoinfer.models.registry import load_model
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.options import Speed
 
 
 def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from nanoinfer.bench.summary import wilson
-from nanoinfer.bench.virtual import Span
 from nanoinfer.measure import metrics
 from nanoinfer.measure.batches import Batches, BinnedBatches, Interval
 from nanoinfer.measure.stats import TAILS, least_n
 from nanoinfer.measure.trace import Trace
+from nanoinfer.simulate.virtual import Span
 
 #: One value a request, of those due in the window.
 FIGURES: Final = ("ttft", "tpot", "e2e", "normalized_latency")

@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.bench.load import closed_loop, open_loop
-from nanoinfer.bench.plan import Options, Plan, is_url
+from nanoinfer.bench.loadgen import closed_loop, open_loop
+from nanoinfer.bench.options import Options, Plan, is_url
 from nanoinfer.bench.progress import Progress
 from nanoinfer.bench.run import Run, save_run
 from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.sweep import Sweep, named, sweep
-from nanoinfer.bench.tables import ms
 from nanoinfer.bench.target import Target
-from nanoinfer.measure.files import write_whole
-from nanoinfer.talk import say
+from nanoinfer.log import say
+from nanoinfer.show.text import ms
+from nanoinfer.store import write_whole
 
 if TYPE_CHECKING:
     from nanoinfer.engines.continuous import ContinuousEngine
@@ -33,7 +33,7 @@ def bench(options: Options) -> tuple[Run | Sweep, dict[str, Any]]:
     """
     plan = Plan(options)
     if options.out is not None:
-        import nanoinfer.bench.report  # noqa: F401  # it needs matplotlib: better known now than after the load
+        import nanoinfer.show.bench_report  # noqa: F401  # it needs matplotlib: better known now than after the load
 
         options.out.mkdir(parents=True, exist_ok=True)
     engine = None if is_url(options.target) else _engine(options)
@@ -90,7 +90,7 @@ async def _load(plan: Plan, index: int, target: Target, vocab_size: int | None, 
 
 async def _floor(plan: Plan) -> dict[str, Any]:
     """What this client adds at the highest level, against a mock of known timing."""
-    from nanoinfer.bench.floor import measure_floor
+    from nanoinfer.bench.overhead import measure_floor
 
     most = plan.most_level
     found = await (measure_floor(streams=int(most)) if plan.kind == "users" else measure_floor(rate=most))
@@ -112,7 +112,7 @@ async def _target(options: Options, engine: ContinuousEngine | None) -> AsyncIte
 
         target = EngineTarget(engine)
     else:
-        from nanoinfer.bench.http_target import HttpTarget
+        from nanoinfer.bench.client import HttpTarget
 
         endpoint: Any = options.endpoint  # checked there
         target = await HttpTarget.connect(
@@ -128,7 +128,7 @@ def _engine(options: Options) -> ContinuousEngine:
     """The engine that ``nanoinfer serve`` would have, without the server around it."""
     from nanoinfer.engines.continuous import ContinuousEngine
     from nanoinfer.engines.load import load
-    from nanoinfer.speed.options import spoken
+    from nanoinfer.optimize.options import spoken
 
     words = options.speed
     speed = {} if words is None else {"speed": spoken(words)}
@@ -145,7 +145,7 @@ def _engine(options: Options) -> ContinuousEngine:
 
 
 def _write(out: Path, found: Run | Sweep, record: dict[str, Any]) -> None:
-    from nanoinfer.bench.report import html
+    from nanoinfer.show.bench_report import html
 
     write_whole(out / "summary.json", json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_whole(out / "report.html", html(found, record))

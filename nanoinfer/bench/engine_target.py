@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from nanoinfer.bench.workload import Work
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.workload.workload import Work
 
 
 class EngineTarget:

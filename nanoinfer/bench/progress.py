@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from nanoinfer.bench.tables import ms
 from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stats import least_n, percentile
 from nanoinfer.measure.trace import Trace
+from nanoinfer.show.text import ms
 
 #: Requests that the running percentiles are of.
 LAST: Final = 1000

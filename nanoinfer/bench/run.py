@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.measure.files import write_whole
 from nanoinfer.measure.trace import Trace, load_traces, save_traces
+from nanoinfer.store import write_whole
 
 TRACES, RUN = "traces.jsonl", "run.json"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from nanoinfer.bench.run import ClientHealth, Run
 from nanoinfer.bench.target import Target
-from nanoinfer.bench.workload import Work
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.machine import provenance
+from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.trace import Trace
+from nanoinfer.workload.workload import Work
 
 #: Seconds between two looks at how late the event loop is.
 TICK_S = 0.01

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from nanoinfer.bench.workload import Work
 from nanoinfer.measure.trace import Trace
+from nanoinfer.workload.workload import Work
 
 
 class Target(Protocol):

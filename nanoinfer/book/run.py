@@ -45,7 +45,7 @@ from nanoinfer.book.chapter import (
     why_not_fresh,
 )
 from nanoinfer.errors import ChapterError, nearest
-from nanoinfer.measure.files import write_whole
+from nanoinfer.store import write_whole
 
 #: No chapter may call home or draw progress bars into its page.
 QUIET = {
@@ -312,7 +312,7 @@ def _finish(running: Path, done: Path, source: str, plan: dict[str, Any]) -> Non
 
 
 def _machine(device: str) -> str:
-    from nanoinfer.measure.machine import describe_machine
+    from nanoinfer.measure.environment import describe_machine
 
     machine = describe_machine()
     if device.startswith("cuda") and machine["gpus"]:

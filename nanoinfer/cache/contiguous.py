@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
 from nanoinfer.models.attention import attend
-from nanoinfer.models.config import ModelConfig
 
 
 class ContiguousCache:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.cache.blocks import BlockTable
 from nanoinfer.cache.memory import clear, zeros
 from nanoinfer.cache.ragged import Ragged, RaggedFlash, RaggedSdpa
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.errors import NanoinferError, RequestError
 from nanoinfer.models.registry import find_model
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 
 AT_ONCE = 2  # shards of a worker: while the last rows of one run, the next keeps the batch full
 TRIES = 3  # of a shard whose worker died each time: then it is the shard that kills

@@ -19,10 +19,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanoinfer.cluster.asgi import Asked, Message, is_end
 from nanoinfer.cluster.prefix import chunks_of
-from nanoinfer.serve import problems
+from nanoinfer.serve import errors as problems
 from nanoinfer.serve.app import Left, unless_left
-from nanoinfer.serve.guard import Guard
-from nanoinfer.serve.problems import Problem
+from nanoinfer.serve.errors import Problem
+from nanoinfer.serve.middleware import Guard
 from nanoinfer.serve.service import Limits
 
 ATTEMPTS = 3

@@ -10,10 +10,10 @@ from nanoinfer.cluster.figures import together
 from nanoinfer.cluster.gateway import Ask, Bunches, Gateway, Lost, make_app
 from nanoinfer.cluster.replica import Replica
 from nanoinfer.cluster.start import check_room, connected, require
-from nanoinfer.engines.front import Busy
+from nanoinfer.engines.async_engine import Busy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.registry import find_model
-from nanoinfer.serve.problems import Problem
+from nanoinfer.serve.errors import Problem
 from nanoinfer.serve.run import answer, listen
 from nanoinfer.serve.service import Limits
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.measure.files import write_whole
+from nanoinfer.store import write_whole
 
 Row = dict[str, Any]
 FIELDS = ("prompt", "id", "max_tokens")

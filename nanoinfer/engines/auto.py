@@ -16,16 +16,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from nanoinfer import cache, engines, models, speed
+from nanoinfer import cache, engines, models, optimize
 from nanoinfer.engines.continuous import PLAIN, ContinuousEngine
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.measure.clock import now
-from nanoinfer.measure.files import write_whole
-from nanoinfer.measure.kept import place
-from nanoinfer.models.fetch import cache_dir
+from nanoinfer.measure.environment import machine_key
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.options import Speed
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.store import cache_file, write_whole
 
 #: For prompts: products as large and as few as they can be.
 PROMPTS = Speed(fuse=True, pack=True)
@@ -104,5 +103,5 @@ def _has_room(loaded: LoadedModel, way: Speed) -> bool:
 
 def _path(loaded: LoadedModel) -> Path:
     weight = next(loaded.model.parameters())
-    code = (Path(package.__path__[0]) for package in (speed, engines, cache, models))
-    return place(cache_dir(), "auto", [loaded.source, weight.dtype, weight.device], code)
+    code = (Path(package.__path__[0]) for package in (optimize, engines, cache, models))
+    return cache_file("auto", [loaded.source, weight.dtype, weight.device, *machine_key()], code)

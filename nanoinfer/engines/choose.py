@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.engines.request import Request, TokenLogprob
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling import sample, top_logprobs
+from nanoinfer.sampling.sample import sample, top_logprobs
 
 
 def choose(logits: Tensor, requests: Sequence[Request]) -> list[int]:

@@ -21,20 +21,20 @@ from torch import Tensor
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache, PagedStep
 from nanoinfer.engines import scheduler
+from nanoinfer.engines.async_engine import Front, Stream
 from nanoinfer.engines.choose import choose, not_finite
 from nanoinfer.engines.engine import Engine, Prompt
-from nanoinfer.engines.front import Front, Stream
 from nanoinfer.engines.request import Deliver, Event, Request, by_prompt, checked
 from nanoinfer.engines.scheduler import Chunk, Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.speed.graphs import DecodeGraphs
-from nanoinfer.speed.kernel import DecodeKernel
-from nanoinfer.speed.options import Speed
-from nanoinfer.speed.quicken import quicken
+from nanoinfer.optimize.apply import quicken
+from nanoinfer.optimize.cpu_kernel import DecodeKernel
+from nanoinfer.optimize.cuda_graphs import DecodeGraphs
+from nanoinfer.optimize.options import Speed
+from nanoinfer.sampling.params import SamplingParams
 
 PLAIN = Speed()
 
@@ -285,7 +285,7 @@ class ContinuousEngine(Engine):
             return any(request.trace.t_end is None for request in requests)
 
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Queue a prompt from an event loop; see :class:`nanoinfer.engines.front.Front`, which this starts."""
+        """Queue a prompt from an event loop; see :class:`nanoinfer.engines.async_engine.Front`, which this starts."""
         if (front := self.front) is None:
             with self._one_at_a_time():
                 front = self.front = self.front or Front(self)

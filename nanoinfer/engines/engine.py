@@ -16,7 +16,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
 

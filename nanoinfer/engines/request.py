@@ -8,9 +8,10 @@ from typing import Literal
 
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
-from nanoinfer.sampling import SamplerState, SamplingParams
-from nanoinfer.stopping import StopChecker
-from nanoinfer.tokenizer import Detokenizer, Tokenizer
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.sample import SamplerState
+from nanoinfer.text.stopping import StopChecker
+from nanoinfer.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length"]
 

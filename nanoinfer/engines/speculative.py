@@ -17,18 +17,18 @@ from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockTable
 from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.engines.acceptance import judge
 from nanoinfer.engines.choose import not_finite, note_logprobs
+from nanoinfer.engines.drafts import Draft, Drafter, ModelDraft, PromptLookup, ahead
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.request import Event, Request
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.sampling import SamplerState, distribution, penalise, sample
-from nanoinfer.speed.acceptance import judge
-from nanoinfer.speed.drafts import Draft, Drafter, ModelDraft, PromptLookup, ahead
-from nanoinfer.speed.kernel import DecodeKernel
-from nanoinfer.speed.options import Speed
-from nanoinfer.speed.quicken import quicken
+from nanoinfer.optimize.apply import quicken
+from nanoinfer.optimize.cpu_kernel import DecodeKernel
+from nanoinfer.optimize.options import Speed
+from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample
 
 LOOKUP = "prompt-lookup"
 BLOCK_SIZE = 8
@@ -76,7 +76,7 @@ class SpeculativeEngine(Engine):
     """Drafts, checked a pass at a time. The output is that of the model alone, whatever the draft is worth.
 
     Greedy requests get the tokens that any engine gives them, and so do seeded ones while drafts are looked up. Where
-    a draft model rolls dice of its own, tokens follow the same distribution (:mod:`nanoinfer.speed.acceptance`).
+    a draft model rolls dice of its own, tokens follow the same distribution (:mod:`nanoinfer.engines.acceptance`).
 
     Requests are served one after another. It pays where a pass's time is the reading of weights: with many rows the
     products are busy without drafts, and what is not kept is work lost. The tokens of a pass come at one moment,

@@ -1,6 +1,6 @@
 """What a calibration found: the record, its lookups and its JSON form.
 
-Apart from :mod:`nanoinfer.measure.calibrate`, which fills it, so that a stored result can be
+Apart from :mod:`nanoinfer.calibrate.machine`, which fills it, so that a stored result can be
 read and predicted with where there is no torch.
 """
 

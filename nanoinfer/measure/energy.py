@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from nanoinfer.errors import DeviceError, NanoinferError
 from nanoinfer.measure.clock import now, synchronize
-from nanoinfer.measure.machine import cpu_model
+from nanoinfer.measure.environment import cpu_model
 from nanoinfer.theory import hardware
 
 POWERCAP = Path("/sys/class/powercap")

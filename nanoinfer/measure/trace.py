@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.measure.files import write_whole
+from nanoinfer.store import write_whole
 
 Status = Literal["ok", "error", "timeout", "cancelled", "rejected"]
 #: What a chunk of a stream is, where the transport tells. Tokens are in reasoning and content; a finish can hold the

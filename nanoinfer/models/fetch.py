@@ -22,16 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import platformdirs
-
 from nanoinfer.errors import ModelError
+from nanoinfer.store import cache_dir
 
 logger = logging.getLogger(__name__)
-
-
-def cache_dir() -> Path:
-    """Where fetched and converted files are kept: ``NANOINFER_CACHE``, or the user's cache folder."""
-    return Path(os.environ.get("NANOINFER_CACHE") or platformdirs.user_cache_dir("nanoinfer", appauthor=False))
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,7 @@ def hub_folder(repo: str, revision: str = "main") -> Path | None:
 
 def _whole(folder: Path) -> bool:
     """Whether no weight is missing, as after a download that was broken off."""
-    from nanoinfer.models.weights import find_files  # here, so that `doctor` can ask for cache_dir without torch
+    from nanoinfer.models.weights import find_files
 
     try:
         return bool(find_files(folder))

@@ -27,9 +27,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from nanoinfer.configs.config import ModelConfig
+from nanoinfer.configs.gguf import from_gguf
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import ModelConfig
-from nanoinfer.models.config_gguf import from_gguf
 from nanoinfer.models.llama import inverse_frequencies
 from nanoinfer.models.weights import HEAD, State, expected_shapes, read_header, read_tensors
 

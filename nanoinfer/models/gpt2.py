@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.models.attention import KVCache, attend
-from nanoinfer.models.config import ModelConfig
 
 
 class Attention(nn.Module):

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.models.attention import KVCache, attend
-from nanoinfer.models.config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig, check_runnable
 from nanoinfer.models.attention import KVCache
-from nanoinfer.models.config import ModelConfig, check_runnable
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import MLP, Llama
 from nanoinfer.models.moe import MixtureOfExperts

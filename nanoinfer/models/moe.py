@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.models.llama import MLP
 
 

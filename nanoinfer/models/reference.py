@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.models.registry import LoadedModel
 

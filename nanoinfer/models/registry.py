@@ -15,17 +15,18 @@ from pathlib import Path
 import psutil
 import torch
 
+from nanoinfer.configs.config import SHAPES, ModelConfig, check_runnable
+from nanoinfer.configs.huggingface import from_hf, read_json
 from nanoinfer.errors import DeviceError, ModelError, RequestError, TokenizerError, nearest
 from nanoinfer.models import fetch
-from nanoinfer.models.config import SHAPES, ModelConfig, check_runnable
-from nanoinfer.models.config_files import from_hf, read_json
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import build, n_parameters
 from nanoinfer.models.weights import assemble, load_folder, random_state
-from nanoinfer.tokenizer import Tokenizer, gguf_eos_ids
-from nanoinfer.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
+from nanoinfer.store import cache_dir
+from nanoinfer.text.tokenizer import Tokenizer, gguf_eos_ids
+from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
 
 DEFAULT = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -199,7 +200,7 @@ def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, sourc
     if gguf.config.moe is not None:
         raise ModelError(f"{path}: experts in GGUF files can be counted, not run; take a folder with safetensors")
     tokenizer = _if_supported(path, lambda: Tokenizer.from_gguf(gguf.meta, path.name))
-    model = assemble(gguf.config, load_gguf(gguf, dtype, fetch.cache_dir()), device)
+    model = assemble(gguf.config, load_gguf(gguf, dtype, cache_dir()), device)
     if (frequencies := inv_freq(gguf)) is not None and isinstance(model, Llama):
         model.set_inv_freq(frequencies.to(device))
     eos_ids = gguf_eos_ids(gguf.meta) if tokenizer is None else tokenizer.eos_ids

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import build

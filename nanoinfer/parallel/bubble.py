@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
-from nanoinfer.models.config import SHAPES
 from nanoinfer.models.weights import assemble, random_state
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.pipeline import Stage, cut
-from nanoinfer.parallel.wire import Wire
 from nanoinfer.theory.communication import bubble
 
 #: Wide enough for its products to be most of the work, with next to no vocabulary: so the stages are equal.

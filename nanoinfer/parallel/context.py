@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.request import Request
 from nanoinfer.engines.static import Forward
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.chosen import RankEngine
+from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.rank_engine import RankEngine
 from nanoinfer.parallel.ring_attention import attend_with_lse, held_by, merge_ranks, ring_attention
-from nanoinfer.parallel.wire import Wire
 from nanoinfer.theory.stages import evenly
 
 

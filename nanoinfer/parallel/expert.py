@@ -23,9 +23,9 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.speed.twin import twin
+from nanoinfer.optimize.twin import twin
+from nanoinfer.parallel.collectives import Wire
+from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.communication import check_ep
 
 
@@ -117,12 +117,12 @@ def generate(
         wire: to the other ranks.
         model: by name.
         prompts: of all ranks; a rank may be left without one.
-        params: fields of :class:`~nanoinfer.sampling.SamplingParams`.
+        params: fields of :class:`~nanoinfer.sampling.params.SamplingParams`.
         engine: by name, for this rank's prompts.
         place: ``device``, ``dtype`` and ``seed`` of the model.
 
     Returns:
-        Which ``prompts`` these were and their ``token_ids``, for :func:`nanoinfer.parallel.replicas.in_order`; rows
+        Which ``prompts`` these were and their ``token_ids``, for :func:`~.data_parallel.in_order`; rows
         ``computed`` ``[L, passes, E/n]``, for :meth:`Loads.of`; and what was ``sent``.
     """
     loaded = shard(load_model(model, **place), wire)

@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from nanoinfer import talk
+from nanoinfer.engines.record import completion_record, summary_line
 from nanoinfer.errors import RequestError, nearest
+from nanoinfer.log import say
 from nanoinfer.measure.trace import Trace
 from nanoinfer.parallel.launch import launch
 
 if TYPE_CHECKING:
     from nanoinfer.engines.engine import Engine
     from nanoinfer.models.registry import LoadedModel
-    from nanoinfer.parallel.wire import Sent, Wire
-    from nanoinfer.sampling import SamplingParams
+    from nanoinfer.parallel.collectives import Sent, Wire
+    from nanoinfer.sampling.params import SamplingParams
 
 T = TypeVar("T")
 SPLITS: Final = {"tp": "tensor parallel", "pp": "pipeline parallel"}
@@ -86,7 +87,7 @@ def generate(
 
 def figures_line(record: dict[str, Any]) -> str:
     """The figures of a reply in one line, as one process has them, and what the ranks sent each other."""
-    line, told = talk.summary_line(Trace(**record["trace"]), record["finish_reason"]), record["parallel"]
+    line, told = summary_line(Trace(**record["trace"]), record["finish_reason"]), record["parallel"]
     each = told["sent_bytes_per_token"]
     sent = "" if each is None else f": {each / 1000:.1f} kB sent a token, by all together"
     return f"{line} | {told['ranks']} ranks, {told['split']}{sent}"
@@ -125,7 +126,7 @@ def reply(
 ) -> dict[str, Any]:
     """This rank's part: what it sent, and at rank 0 the record."""
     from nanoinfer.models.registry import load_model
-    from nanoinfer.sampling import SamplingParams
+    from nanoinfer.sampling.params import SamplingParams
 
     settings = SamplingParams(**params)
     prints = prints and wire.rank == 0
@@ -155,7 +156,7 @@ def reply(
     answer: dict[str, Any] = {"sent": {phase: sum(call.sent for call in calls) for phase, calls in phases.items()}}
     if wire.rank == 0:
         (done,) = generation.completions
-        answer["record"] = talk.told(made, done, settings)
+        answer["record"] = completion_record(made, done, settings)
         answer["calls"] = {phase: _by_kind(calls) for phase, calls in phases.items()}
     return answer
 
@@ -169,7 +170,7 @@ def _on_slice(loaded: LoadedModel, wire: Wire, engine: str, most_tokens: int) ->
     part = shard(loaded, wire, uneven=True)
     if wire.rank == 0 and not is_even(config, wire.size):
         heads = f"{config.n_heads} query heads and {config.n_kv_heads} KV heads"
-        talk.say(f"nanoinfer: {wire.size} ranks share {heads} unevenly, and the largest share decides the speed")
+        say(f"nanoinfer: {wire.size} ranks share {heads} unevenly, and the largest share decides the speed")
     if engine == "continuous":  # or it would take what memory is free at the moment, and ranks would differ
         options["cache_tokens"] = min(most_tokens, config.context) + 8
     return load(part, engine, **options)

@@ -1,7 +1,7 @@
 """Starts ranks: one process each, by torchrun, on this machine.
 
 A notebook cannot become several processes, so what the ranks do lives in the library: :func:`launch` names a function
-there, every rank calls it with its :class:`~nanoinfer.parallel.wire.Wire`, and what they return comes back as data.
+there, every rank calls it with its :class:`~.collectives.Wire`, and what they return comes back as data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 
 from nanoinfer import errors
 from nanoinfer.errors import DeviceError, RequestError
-from nanoinfer.measure.files import write_whole
+from nanoinfer.store import write_whole
 
 #: Ranks of one machine; more is a slip of the keyboard.
 MOST_RANKS: Final = 64
@@ -145,7 +145,7 @@ def _rank(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from nanoinfer.parallel.wire import Wire
+    from nanoinfer.parallel.collectives import Wire
 
     threading.Thread(target=_end_with_caller, daemon=True).start()
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))

@@ -20,13 +20,13 @@ from nanoinfer.measure.repeat import repeat
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.parallel.collectives import Sent, Wire
 from nanoinfer.parallel.context import ContextEngine
+from nanoinfer.parallel.data_parallel import assign
 from nanoinfer.parallel.pipeline import PipelineEngine
-from nanoinfer.parallel.replicas import assign
 from nanoinfer.parallel.ring import ring_all_reduce
 from nanoinfer.parallel.tensor import shard
-from nanoinfer.parallel.wire import Sent, Wire
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 
 Call = dict[str, Any]
 

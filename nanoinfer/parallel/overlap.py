@@ -13,8 +13,8 @@ from torch import Tensor
 from nanoinfer.measure.clock import timed
 from nanoinfer.models.weights import assemble, random_state
 from nanoinfer.parallel.bubble import SHAPE
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.context import RingCache, places
-from nanoinfer.parallel.wire import Wire
 
 
 class TimedCache(RingCache):

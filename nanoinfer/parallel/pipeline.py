@@ -26,9 +26,9 @@ from nanoinfer.models.attention import KVCache
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.chosen import RankEngine
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.speed.twin import twin
+from nanoinfer.optimize.twin import twin
+from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.rank_engine import RankEngine
 from nanoinfer.theory.stages import evenly, layers_of, stages
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanoinfer.parallel.wire import Wire
+from nanoinfer.parallel.collectives import Wire
 
 
 def ring_all_reduce(wire: Wire, x: Tensor) -> Tensor:

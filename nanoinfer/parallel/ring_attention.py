@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.models.attention import causal_mask
-from nanoinfer.parallel.wire import Wire
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.theory.stages import evenly
 
 #: What attention over some of the keys is: ``[B, n_q, T, d_h]`` and its log-sum-exp ``[B, n_q, T]``, both fp32.

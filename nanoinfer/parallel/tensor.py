@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.speed.twin import twin
+from nanoinfer.optimize.twin import twin
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.theory.capacity import check_tp, divides
 from nanoinfer.theory.parameters import check_sizes
 from nanoinfer.theory.stages import evenly
@@ -186,7 +186,7 @@ def shard(loaded: LoadedModel, wire: Wire, *, uneven: bool = False) -> LoadedMod
 
     The result's config has the heads and the ``d_ff`` of this rank, from which a cache takes its size. Engines run on
     it as they are, but sizes that they take from this machine's free memory (``cache_tokens`` of the continuous engine)
-    must be given, or ranks may differ. Of :class:`~nanoinfer.speed.options.Speed` the kernel does not know slices.
+    must be given, or ranks may differ. Of :class:`~nanoinfer.optimize.options.Speed` the kernel does not know slices.
 
     Args:
         loaded: a whole Llama or GPT-2.

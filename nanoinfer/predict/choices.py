@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.theory.split import Split, largest_batch
 from nanoinfer.theory.split_steps import decode_step, prefill_step

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError, nearest
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.predict.choices import Choice, choices
 from nanoinfer.theory.capacity import Bytes
 from nanoinfer.theory.parameters import check_sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity
 from nanoinfer.theory.parameters import BYTES
 from nanoinfer.theory.roofline import Step

@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from nanoinfer.bench.arrivals import gamma
 from nanoinfer.bench.collect import Collector
-from nanoinfer.bench.lengths import Lengths, parse_lengths
-from nanoinfer.bench.virtual import simulated
-from nanoinfer.bench.workload import Work
 from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.metrics import metric_named
-from nanoinfer.models.config import ModelConfig
-from nanoinfer.predict.shapes import config_of
+from nanoinfer.models.lookup import config_of
 from nanoinfer.predict.target import Target, dtype_named, machine_of, model_row, target_named
+from nanoinfer.simulate.virtual import simulated
 from nanoinfer.theory import capacity
 from nanoinfer.theory.parameters import check_sizes
 from nanoinfer.theory.ragged import StepTimes
 from nanoinfer.theory.roofline import Machine
+from nanoinfer.workload.arrivals import gamma
+from nanoinfer.workload.lengths import Lengths, parse_lengths
+from nanoinfer.workload.workload import Work
 
 #: Share of the run that warms up and is not measured.
 WARMUP: Final = 0.1
@@ -110,7 +110,7 @@ def simulate_serving(
     """Latencies, goodput, rates and use of ``replicas`` services of ``tp`` devices each.
 
     Args:
-        model: as for :func:`nanoinfer.predict.speed.predict`, like ``gpu``, ``dtype``, ``tp`` and ``launch_us``.
+        model: as for :func:`nanoinfer.predict.latency.predict`, like ``gpu``, ``dtype``, ``tp`` and ``launch_us``.
         gpu: a datasheet's name or ``here``.
         rate: requests a second in all; replicas take turns.
         requests: how many come; the first tenth of their time warms up.
@@ -118,7 +118,7 @@ def simulate_serving(
         slo: limits in seconds by metric, for goodput.
         find: search for the highest rate at which the share ``needed`` of the requests meets ``slo``.
         needed: that share.
-        prompts: lengths in tokens, as :func:`nanoinfer.bench.lengths.parse_lengths` reads them.
+        prompts: lengths in tokens, as :func:`nanoinfer.workload.lengths.parse_lengths` reads them.
         outputs: lengths of the answers.
         burstiness: shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 is burstier.
         max_running: sequences in a step at most.

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from nanoinfer.bench.tables import Rows, as_table, digits, ms
+from nanoinfer.show.text import Rows, as_table, digits, ms
 
 NAMES: Final = {
     "ttft": "TTFT",

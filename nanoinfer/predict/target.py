@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError, RequestError, nearest
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity, hardware
 from nanoinfer.theory.parameters import BYTES
 from nanoinfer.theory.roofline import Machine
@@ -58,7 +58,7 @@ def _this_machine() -> Target:
     import psutil
     import torch
 
-    from nanoinfer.measure.machine import cpu_model
+    from nanoinfer.measure.environment import cpu_model
 
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
@@ -78,7 +78,7 @@ def machine_of(target: Target, dtype: str, launch_us: float, notes: list[str]) -
         return Machine.datasheet(target.name, dtype, launch_us * 1e-6)
     if launch_us:
         raise RequestError("--launch-us goes with a datasheet; --gpu here has measured it")
-    from nanoinfer.measure.calibrate import calibrate
+    from nanoinfer.calibrate.machine import calibrate
 
     found = calibrate(target.device)
     if found.disturbed:

@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanoinfer.errors import RequestError
-from nanoinfer.serve import problems
-from nanoinfer.serve.bodies import Body, ChatBody, CompletionBody
-from nanoinfer.serve.frames import DONE, ChatForm, CompletionForm, Form
-from nanoinfer.serve.guard import Guard
-from nanoinfer.serve.problems import Problem
+from nanoinfer.serve import errors as problems
+from nanoinfer.serve.errors import Problem
+from nanoinfer.serve.middleware import Guard
+from nanoinfer.serve.responses import DONE, ChatForm, CompletionForm, Form
+from nanoinfer.serve.schemas import Body, ChatBody, CompletionBody
 from nanoinfer.serve.service import Answer, Service
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.errors import NanoinferError, RequestError
+from nanoinfer.optimize.options import spoken
 from nanoinfer.serve.app import make_app
 from nanoinfer.serve.service import Limits, Service
-from nanoinfer.speed.options import spoken
 
 LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]", "::1"]
 
@@ -47,7 +47,7 @@ def serve(
         api_key: that clients must give.
         device: of the model.
         dtype: of the model.
-        speed: words of :class:`nanoinfer.speed.options.Speed`; ``plain`` for none; None for what a trial finds best.
+        speed: words of :class:`nanoinfer.optimize.options.Speed`; ``plain`` for none; None for what a trial finds best.
         max_running: sequences in a step.
         cache_tokens: that the KV cache holds; None as much as is reasonable.
         limits: of each client; None for the defaults.

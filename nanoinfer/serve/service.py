@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from nanoinfer.engines.async_engine import Front, Stream
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.front import Front, Stream
 from nanoinfer.engines.request import Event, Request
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.serve.figures import Figures
-from nanoinfer.serve.problems import Problem
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.serve.errors import Problem
+from nanoinfer.serve.metrics import Figures
 
 LONG_TEXT = 20_000  # characters: to cut such a text into tokens takes longer than others should wait
 

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.tables import Cell, Html, table
+from nanoinfer.show.html import Cell, Html, table
 
 CSS_PIXELS_PER_INCH = 96
 # A page stays under 1.5 MB with some eight figures drawn twice; a crowded drawing is smaller as a PNG.

@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.tables import Html
+from nanoinfer.show.html import Html
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 HINT = "Run this chapter in JupyterLab to move the controls."

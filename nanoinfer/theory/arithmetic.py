@@ -1,7 +1,7 @@
 """Counting a model before it runs: FLOPs, bytes of cache and activations, and FLOPs per byte.
 
 Every count follows from the shape alone. Symbols as in
-:class:`~nanoinfer.models.config.ModelConfig`; ``s`` is a context length in tokens, ``b``
+:class:`~nanoinfer.configs.config.ModelConfig`; ``s`` is a context length in tokens, ``b``
 bytes per element. A multiply and an add are two FLOPs. Only matrix products are counted:
 norms, activations and softmax are a few per cent of the work and are not products.
 
@@ -11,7 +11,7 @@ Sources: Chen, "Transformer Inference Arithmetic" (2022); Williams et al., "Roof
 
 from __future__ import annotations
 
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.theory.parameters import (
     BYTES,
     QUANTISATIONS,

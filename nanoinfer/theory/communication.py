@@ -3,7 +3,7 @@
 :mod:`nanoinfer.parallel` runs these splits and counts what it sends; the counts here equal those exactly, so that a
 split can be costed for machines that nobody has at hand. A message takes ``alpha + bytes / bandwidth``.
 
-Symbols as in :class:`~nanoinfer.models.config.ModelConfig`; ``b`` is bytes per element. Sources: Patarasuk and Yuan
+Symbols as in :class:`~nanoinfer.configs.config.ModelConfig`; ``b`` is bytes per element. Sources: Patarasuk and Yuan
 (2009) for the bytes of a ring; Shoeybi et al., "Megatron-LM" (2019) for tensor parallel; Huang et al., "GPipe" (2019)
 for the bubble; Liu et al., "Ring Attention" (2023); Lepikhin et al., "GShard" (2020) for experts.
 """
@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity
 from nanoinfer.theory.parameters import check_sizes
 from nanoinfer.theory.stages import evenly
@@ -33,7 +33,7 @@ class Traffic:
     """Calls of one collective with messages of one size.
 
     Attributes:
-        kind: as :class:`nanoinfer.parallel.wire.Sent` names it.
+        kind: as :class:`nanoinfer.parallel.collectives.Sent` names it.
         calls: how many.
         message: bytes of the tensor that one call hands over; of all parts, for ``all-to-all``.
         sent: bytes that leave one rank in all these calls together.

@@ -2,7 +2,7 @@
 
 A datasheet has one peak and one bandwidth. A real machine has a rate for every shape, so the
 best predictions are put together from operators that were timed one by one. This module only
-holds and interpolates such timings; :mod:`nanoinfer.bench.operators` takes them.
+holds and interpolates such timings; :mod:`nanoinfer.calibrate.operators` takes them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Same rules as :mod:`nanoinfer.theory.datasheets`. Apple states memory bandwidth but hardly a
 rate, and nobody states one for a CPU (it depends on the clock under vector load), so those
-are ``None``: :mod:`nanoinfer.measure.calibrate` measures them on the machine itself.
+are ``None``: :mod:`nanoinfer.calibrate.machine` measures them on the machine itself.
 """
 
 from __future__ import annotations

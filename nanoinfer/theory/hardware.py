@@ -8,7 +8,7 @@ that is unpublished or contested is ``None`` and refused with the reason, never 
 
 The rows live in :mod:`nanoinfer.theory.datasheets` and
 :mod:`nanoinfer.theory.datasheets_other`; ceilings measured on this machine come from
-:mod:`nanoinfer.measure.calibrate`.
+:mod:`nanoinfer.calibrate.machine`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def peak(which: str | Device, dtype: str = "bf16", *, sparse: bool = False) -> f
     if value is None:
         known = [name for name, tflops in row.dense_tflops.items() if tflops is not None]
         rate = "2:4-sparse" if sparse else "dense"
-        way_out = "measure it there with nanoinfer.measure.calibrate"
+        way_out = "measure it there with nanoinfer.calibrate.machine"
         if known and not sparse:
             way_out = f"take one that has ({', '.join(known)}), or {way_out}"
         why = f" ({row.note})" if row.note else ""

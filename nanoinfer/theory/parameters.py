@@ -1,6 +1,6 @@
 """Every weight of a model, matrix by matrix: what is stored, what a token uses, what quantising saves.
 
-All counts follow from :class:`~nanoinfer.models.config.ModelConfig` and are exact. They are checked against
+All counts follow from :class:`~nanoinfer.configs.config.ModelConfig` and are exact. They are checked against
 the true tensors of the models we run and, for the families we only count, of Hugging Face transformers.
 
 Sources: Chen, "Transformer parameter counting" (2022); the families' published configs; for MLA and its experts
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError, RequestError, nearest
-from nanoinfer.models.config import ModelConfig
 
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity, communication
 from nanoinfer.theory.parameters import bytes_per_element, check_sizes, head_matrix, layer_matrices
 from nanoinfer.theory.roofline import (

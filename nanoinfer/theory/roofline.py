@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity, communication, hardware
 from nanoinfer.theory.curves import OperatorCurves, between
 from nanoinfer.theory.network import Network

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import arithmetic, capacity, communication
 from nanoinfer.theory.parameters import bytes_per_element, check_sizes, layer_matrices
 from nanoinfer.theory.stages import layers_of, stage_weight_bytes, stages

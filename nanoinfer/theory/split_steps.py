@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory import capacity, communication, roofline
 from nanoinfer.theory.communication import Traffic
 from nanoinfer.theory.parameters import Matrix, bytes_per_element, check_sizes, experts_touched, layer_matrices

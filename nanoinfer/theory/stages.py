@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 from functools import cache
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.theory.parameters import (
     bytes_per_element,
     check_sizes,

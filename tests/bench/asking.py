@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from nanoinfer.bench.http_target import HttpTarget
+from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.mock import Mock, serving
-from nanoinfer.bench.workload import Work
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
+from nanoinfer.workload.workload import Work
 
 QUICK = {"ttft": 0.0, "gap": 0.0}
 

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from nanoinfer.bench.engine_target import EngineTarget
-from nanoinfer.bench.load import closed_loop
-from nanoinfer.bench.workload import Work
+from nanoinfer.bench.loadgen import closed_loop
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import load_model
+from nanoinfer.workload.workload import Work
 
 
 @pytest.fixture

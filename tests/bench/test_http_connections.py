@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.bench import http_target
-from nanoinfer.bench.http_target import HttpTarget
+from nanoinfer.bench import client as http_target
+from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.mock import serving
-from nanoinfer.bench.workload import Work
 from nanoinfer.errors import RequestError
+from nanoinfer.workload.workload import Work
 from tests.bench.asking import QUICK, ask, mocked
 
 # --- connections ----------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nanoinfer.bench import tables
 from nanoinfer.bench.progress import Progress
 from nanoinfer.bench.run import ClientHealth
 from nanoinfer.bench.summary import ErrorBudget, summarise, wilson
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure import metrics
+from nanoinfer.show import text as tables
 from tests.bench.made import golden, run, trace
 
 SLO = {"ttft": 0.5, "tpot": 0.05}

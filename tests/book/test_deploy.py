@@ -18,10 +18,10 @@ import pytest
 import typer
 import yaml
 
-from nanoinfer.bench.plan import Options, Plan
-from nanoinfer.cli import app
+from nanoinfer.bench.options import Options, Plan
+from nanoinfer.cli.app import app
 from nanoinfer.models.fetch import SMOLLM2
-from nanoinfer.serve.guard import OPEN
+from nanoinfer.serve.middleware import OPEN
 from tests.book.helpers import ROOT
 
 DEPLOY = ROOT / "book" / "deploy"

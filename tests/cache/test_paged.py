@@ -17,7 +17,7 @@ from nanoinfer.cache.blocks import BlockTable
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
 from tests.engines.helpers import GPT2, LLAMA, tiny
 
 MHA = ModelConfig("llama", 2, 8, 2, 2, 4, 8, 16, 64)

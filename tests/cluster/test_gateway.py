@@ -15,8 +15,8 @@ import pytest
 from nanoinfer.cluster.asgi import Asked, Message, answered, is_end
 from nanoinfer.cluster.figures import together
 from nanoinfer.cluster.gateway import ATTEMPTS, Bunches, Counts, Gateway, Lost, make_app
+from nanoinfer.engines.async_engine import Busy
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.front import Busy
 from nanoinfer.serve.app import make_app as make_replica
 from nanoinfer.serve.service import Limits, Service
 from tests.serve.helpers import FORTY, saying

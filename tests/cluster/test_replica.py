@@ -17,7 +17,7 @@ from nanoinfer.cluster.run import serve_cluster
 from nanoinfer.cluster.shards import Item
 from nanoinfer.engines.load import load
 from nanoinfer.errors import ModelError, NanoinferError, RequestError
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 
 MODEL = "random:tiny-llama"
 OPTIONS = {"dtype": "float32", "speed": "plain", "cache_tokens": 1024}

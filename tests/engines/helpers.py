@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig
+from nanoinfer.engines.async_engine import Front
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.front import Front
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.model import build
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.tokenizer import Tokenizer
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.text.tokenizer import Tokenizer
 
 GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 12)
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 256, 24, tied=False)

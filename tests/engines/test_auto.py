@@ -10,7 +10,7 @@ from nanoinfer.engines import auto
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.options import Speed
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_a_damaged_memory_means_a_new_trial(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_without_a_compiler_it_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.speed import kernel
+    from nanoinfer.optimize import cpu_kernel as kernel
 
     monkeypatch.setattr(kernel, "compiler", lambda: None)
     found = auto.trial(load_model("random:tiny-gpt2"))

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.batched import BatchedEngine, Waste
 from nanoinfer.engines.load import load
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
 
 TINY = {config.family: tiny(config) for config in (GPT2, LLAMA)}

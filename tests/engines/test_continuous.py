@@ -9,7 +9,7 @@ import pytest
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import (
     BLOCK,
     GPT2,

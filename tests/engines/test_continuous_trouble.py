@@ -16,7 +16,7 @@ from nanoinfer.engines.choose import not_finite
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.request import Event, Request
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import (
     LLAMA,
     Alone,

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanoinfer
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.load import ENGINES
 from nanoinfer.engines.naive import recompute
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
 
 ALL = sorted(ENGINES)

@@ -20,8 +20,8 @@ from nanoinfer.engines.request import Completion
 from nanoinfer.engines.speculative import Speculation, SpeculativeEngine, Text
 from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.speed.options import Speed
+from nanoinfer.optimize.options import Speed
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, nan_behind, scripted, tiny
 
 TINY: dict[str, LoadedModel] = {config.family: tiny(config) for config in (GPT2, LLAMA)}

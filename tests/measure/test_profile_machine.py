@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoinfer.errors import DeviceError, NanoinferError
-from nanoinfer.measure import machine
+from nanoinfer.measure import environment as machine
 from nanoinfer.measure.profile import profile_phases
 
 

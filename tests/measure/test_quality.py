@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import SHAPES, ModelConfig
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.quality import kl_and_agreement, perplexity, scored_logits
-from nanoinfer.models.config import SHAPES, ModelConfig
 from nanoinfer.models.registry import load_model
 
 V = 256

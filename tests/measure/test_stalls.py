@@ -16,7 +16,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.measure.stalls import Pause, Stall, StepNote, note_compile, shifted, stalls, totals, watch_gc
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import load_model
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 
 
 def stream(*times: float, **more: object) -> Trace:

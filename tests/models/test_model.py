@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.configs.config import ModelConfig, RopeScaling
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.errors import RequestError
 from nanoinfer.models.attention import attend, causal_mask
-from nanoinfer.models.config import ModelConfig, RopeScaling
 from nanoinfer.models.model import build
 
 GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 32, 8)

@@ -11,30 +11,30 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from nanoinfer.configs.catalog import MODELS
+from nanoinfer.configs.config import SHAPES, ModelConfig, MoE, check_runnable
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.engines.auto import trial
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import ENGINES, load
 from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.errors import DeviceError, ModelError
 from nanoinfer.models import registry
-from nanoinfer.models.config import SHAPES, ModelConfig, MoE, check_runnable
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.models.gguf_file import GGUFFile
 from nanoinfer.models.llama import MLP
 from nanoinfer.models.model import build
 from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.reference import hf_config, to_transformers
 from nanoinfer.models.registry import load_model
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.speed.compiled import compile_layers
-from nanoinfer.speed.graphs import DecodeGraphs
-from nanoinfer.speed.kernel import DecodeKernel
-from nanoinfer.speed.options import Speed
-from nanoinfer.speed.quantise import quantise
-from nanoinfer.speed.twin import twin
-from nanoinfer.theory.named_models import MODELS
+from nanoinfer.optimize.compiled import compile_layers
+from nanoinfer.optimize.cpu_kernel import DecodeKernel
+from nanoinfer.optimize.cuda_graphs import DecodeGraphs
+from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.quantise import quantise
+from nanoinfer.optimize.twin import twin
+from nanoinfer.sampling.params import SamplingParams
+from tests.configs.test_config import header
 from tests.engines.helpers import tiny
-from tests.models.test_config import header
 
 CONFIG = SHAPES["tiny-moe"]
 UNLIKE = replace(CONFIG, d_ff=48, moe=MoE(6, 3, 40), tied=True, n_layers=2)  # nothing is equal by chance

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import DeviceError, ModelError, RequestError, TokenizerError
 from nanoinfer.models import fetch, registry
-from nanoinfer.models.config import SHAPES
 from nanoinfer.models.registry import check_device, check_dtype, known_models, load_model
 from nanoinfer.models.weights import CONV1D
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nanoinfer.configs.config import SHAPES, ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import SHAPES, ModelConfig
 from nanoinfer.models.weights import (
     CONV1D,
     assemble,

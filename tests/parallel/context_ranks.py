@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.context import ContextBatch, ContextEngine
 from nanoinfer.parallel.overlap import measure_overlap
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, compared, generated, log_of, refused
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.engines.load import load
-from nanoinfer.models.config import SHAPES
 from nanoinfer.models.llama import Llama
 from nanoinfer.parallel import expert
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.parallel.collectives import Wire
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 
 CONFIG = SHAPES["tiny-moe"]

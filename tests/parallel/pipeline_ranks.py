@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.cached import CachedBatch, CachedEngine
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.model import n_parameters
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.bubble import measure_bubble
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.pipeline import PipelineEngine, StageBatch
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 
 #: Five layers: two stages of unlike length, and four.

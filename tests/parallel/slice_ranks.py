@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.calibrate.links import time_calls
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.padding import left_pad
-from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.calibrate import time_calls
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.ring import ring_all_reduce
 from nanoinfer.parallel.tensor import shard
-from nanoinfer.parallel.wire import Wire
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 
 #: 101 tokens: neither 2 nor 4 ranks divide that.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.parallel.wire import Wire
+from nanoinfer.parallel.collectives import Wire
 
 
 def killed(wire: Wire) -> None:

@@ -14,8 +14,8 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.registry import load_model
 from nanoinfer.parallel import expert
+from nanoinfer.parallel.data_parallel import in_order
 from nanoinfer.parallel.expert import Loads
-from nanoinfer.parallel.replicas import in_order
 from nanoinfer.theory.communication import expert_parallel
 from tests.engines.helpers import LLAMA, tiny
 from tests.parallel import expert_ranks as ranks

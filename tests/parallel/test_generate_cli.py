@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from nanoinfer import cli
+from nanoinfer.cli import app as cli
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import SHAPES
 from nanoinfer.theory.communication import sent_bytes, tensor_parallel
 
 TINY = "random:tiny-llama"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import SHAPES
 from nanoinfer.models.registry import load_model
+from nanoinfer.parallel.collectives import Sent
+from nanoinfer.parallel.data_parallel import assign
 from nanoinfer.parallel.measured import WAYS, products_s, split, summed
-from nanoinfer.parallel.replicas import assign
-from nanoinfer.parallel.wire import Sent
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory import communication
 from nanoinfer.theory.communication import sent_bytes
 from nanoinfer.theory.parameters import layer_matrices, parameters

@@ -11,7 +11,7 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.parallel.bubble import idle, measure_bubble
 from nanoinfer.parallel.pipeline import PipelineEngine, cut
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.communication import Traffic, bubble, pipeline_parallel
 from nanoinfer.theory.stages import stage_weight_bytes, stages
 from tests.engines.helpers import tiny

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from nanoinfer.configs.config import SHAPES as NAMED
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import SHAPES as NAMED
 from nanoinfer.parallel.tensor import Share, is_even, share
 from nanoinfer.theory.communication import Traffic, all_gather, all_reduce, tensor_parallel
 from tests.engines.helpers import tiny

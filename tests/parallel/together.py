@@ -6,15 +6,15 @@ import functools
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.launch import launch
-from nanoinfer.parallel.wire import Wire
 from tests.parallel import context_ranks, expert_ranks, pipeline_ranks, slice_ranks
 
 Ends = dict[str, list[int]]
 HERE = "tests.parallel.together"
 #: Tasks of the library that two ranks do too, each for one test file.
 OF_TWO: dict[str, dict[str, Any]] = {
-    "nanoinfer.parallel.replicas:generate": {
+    "nanoinfer.parallel.data_parallel:generate": {
         "model": "random:tiny-llama",
         "prompts": [f"prompt {'long ' * i}{i}" for i in range(5)],
         "params": {"max_tokens": 6},

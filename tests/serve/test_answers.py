@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import LLAMA, tiny
 from tests.serve.helpers import FORTY, TEMPLATE, Server, saying, serving
 

@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.serve.service import Limits
 from tests.engines.helpers import LLAMA, tiny
 from tests.serve.helpers import FORTY, SECONDS, TEMPLATE, Server, saying, serving

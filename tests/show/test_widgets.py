@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.tables import Html, table
+from nanoinfer.show.html import Html, table
 from nanoinfer.show.widgets import HINT, WIDGET_VIEW, Choice, Control, Entry, Slider, _live, _widget, panel
 
 CELL = """

@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanoinfer.configs.catalog import MODELS
+from nanoinfer.configs.config import SHAPES, ModelConfig, SlidingWindow, every
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, RequestError
-from nanoinfer.models.config import SHAPES, ModelConfig, SlidingWindow, every
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.models.model import build, n_parameters
 from nanoinfer.theory import arithmetic as a
-from nanoinfer.theory.named_models import MODELS
 
 GPT2 = [
     # name, total, without positions, blocks' matrices
@@ -254,7 +254,7 @@ def test_theory_imports_no_torch() -> None:
     modules = (
         "nanoinfer",
         "nanoinfer.theory.chen",
-        "nanoinfer.models.config_gguf",
+        "nanoinfer.configs.gguf",
         "nanoinfer.theory.arithmetic",
         "nanoinfer.measure.metrics",
         "nanoinfer.measure.trace",

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.memory import MemoryMeter
-from nanoinfer.models.config import SHAPES
 from nanoinfer.models.model import build
 from nanoinfer.models.registry import load_model
 from nanoinfer.theory import arithmetic

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoinfer.configs.catalog import MODELS
+from nanoinfer.configs.config import SHAPES
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import SHAPES
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import chen
 from nanoinfer.theory import communication as c
 from nanoinfer.theory.communication import Traffic
-from nanoinfer.theory.named_models import MODELS
 
 LLAMA, GPT2, SMOL = SHAPES["llama-3.1-8b"], SHAPES["gpt2"], SHAPES["smollm2-135m"]
 MIXTRAL = from_hf(MODELS["Mixtral-8x7B"][0], "Mixtral-8x7B")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoinfer.models.config import SHAPES
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.ragged import mixed_step
 from nanoinfer.theory.roofline import Machine, decode_step, prefill_step

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nanoinfer.configs.catalog import ACTIVE, MODELS
+from nanoinfer.configs.config import MLA, SHAPES, ModelConfig, MoE, SlidingWindow, every
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, ModelError, RequestError
-from nanoinfer.models.config import MLA, SHAPES, ModelConfig, MoE, SlidingWindow, every
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import arithmetic as a
-from nanoinfer.theory.named_models import ACTIVE, MODELS
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 
 #: Small shapes with every option that a reader knows, written as Hugging Face's config classes take them.

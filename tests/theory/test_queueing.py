@@ -8,15 +8,15 @@ from itertools import islice, repeat
 
 import pytest
 
-from nanoinfer.bench.arrivals import poisson
-from nanoinfer.bench.virtual import Span, simulated
-from nanoinfer.bench.workload import Work
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure import metrics
 from nanoinfer.measure.batches import Batches
+from nanoinfer.simulate.virtual import Span, simulated
 from nanoinfer.theory.queueing import in_system, load_of, md1_wait, mg1_wait, mm1_residence_percentile, mm1_wait
+from nanoinfer.workload.arrivals import poisson
+from nanoinfer.workload.workload import Work
 
 
 def test_waits_at_half_load() -> None:

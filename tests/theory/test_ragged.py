@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoinfer.configs.catalog import MODELS
+from nanoinfer.configs.config import SHAPES, ModelConfig
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import SHAPES, ModelConfig
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory.curves import Curve, OperatorCurves
-from nanoinfer.theory.named_models import MODELS
 from nanoinfer.theory.ragged import StepTimes, mixed_step
 from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import DeviceError, RequestError
-from nanoinfer.models.config import SHAPES
 from nanoinfer.theory import arithmetic
 from nanoinfer.theory.roofline import (
     Machine,

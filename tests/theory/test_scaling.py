@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from nanoinfer.configs.catalog import MODELS
+from nanoinfer.configs.config import SHAPES
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import SHAPES
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import roofline
-from nanoinfer.theory.named_models import MODELS
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.theory.scaling import DOUBLINGS, WAYS, scale
 from nanoinfer.theory.split import Split

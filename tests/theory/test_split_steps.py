@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoinfer.configs.catalog import MODELS
+from nanoinfer.configs.config import SHAPES
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
-from nanoinfer.models.config import SHAPES
-from nanoinfer.models.config_files import from_hf
 from nanoinfer.theory import arithmetic, capacity, roofline
 from nanoinfer.theory.communication import bubble
-from nanoinfer.theory.named_models import MODELS
 from nanoinfer.theory.roofline import Machine, Step
 from nanoinfer.theory.split import Split, largest_batch, memory
 from nanoinfer.theory.split_steps import decode_step, prefill_step

@@ -1,0 +1,299 @@
+"""A server behind an OpenAI-compatible API, as a target: vLLM, SGLang, llama.cpp, a hosted one, or our own.
+
+A client must not become what is measured. So there is no cap on connections (a pool of 100 turns the 101st user
+into a queue that nobody sees), no task and no timer for a chunk, and the time of a chunk is taken before anything is
+done with it. Proxies are those that the environment names, looked up once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit, urlunsplit
+
+from nanoinfer.bench.sse import Events
+from nanoinfer.bench.stream import Answer, about, words
+from nanoinfer.errors import RequestError
+from nanoinfer.measure.clock import now
+from nanoinfer.measure.trace import Trace
+from nanoinfer.workload.workload import Work
+
+try:
+    import aiohttp
+except ModuleNotFoundError:  # pragma: no cover
+    raise RequestError("loading a server needs aiohttp: pip install 'nanoinfer[bench]'") from None
+
+Endpoint = Literal["completions", "chat"]
+
+PATHS = {"completions": "completions", "chat": "chat/completions"}
+#: What is asked for beyond the plain API. A server that answers 400 is asked again without, one by one from the left.
+EXTENSIONS = ("continuous_usage_stats", "ignore_eos", "stream_options")
+#: Seconds that a connection is kept for the next request: below the 5 after which many servers close theirs.
+KEEP_S = 2.0
+#: Seconds that the end of a body may lag behind the end of the answer before the connection is given up.
+LAST_BYTES_S = 0.25
+REJECTIONS = (429, 503)
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class HttpTarget:
+    """One model of one server. Use it in one event loop, and ``close`` it there.
+
+    Args:
+        url: the server (``http://host:8000``), its API (``https://host/api/v1``), or the full address of an endpoint.
+        model: its name there; :meth:`connect` finds one.
+        endpoint: ``completions`` (texts or token ids) or ``chat`` (texts, as one message of a user). None takes what
+            the address says, else completions.
+        api_key: sent as a bearer token.
+        ignore_eos: ask for exactly ``output`` tokens, where the server knows how; what it served is what counts.
+        count: tokens of a text, for servers that do not tell. Without, four characters are taken for one.
+        extra: more fields of the request's body; None takes one away.
+
+    Raises:
+        RequestError: an address, a key or an endpoint that cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        endpoint: Endpoint | None = None,
+        api_key: str | None = None,
+        ignore_eos: bool = True,
+        count: Callable[[str], int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        if endpoint is None:
+            endpoint = "chat" if url.rstrip("/").endswith("/chat/completions") else "completions"
+        if endpoint not in get_args(Endpoint):
+            raise RequestError(f"endpoint '{endpoint}': known are completions and chat")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise RequestError("the API key holds characters that no header can carry; is there a line end in it?")
+        self.base = _base(url)
+        self.url, self.model, self.endpoint = f"{self.base}/{PATHS[endpoint]}", model, endpoint
+        self.name = f"{model} at {self.base}"
+        self.messages: dict[str, str] = {}
+        self._count, self._extra = count or about, dict(extra or {})
+        self._asks = self._all_asks = EXTENSIONS if ignore_eos else tuple(e for e in EXTENSIONS if e != "ignore_eos")
+        self._is_settled = False  # whether what may be asked for is known
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._proxy = _proxy(self.base)
+        self._client: aiohttp.ClientSession | None = None
+
+    @classmethod
+    async def connect(
+        cls, url: str, *, model: str | None = None, timeout_s: float = 60.0, **options: Any
+    ) -> HttpTarget:
+        """A target that has answered one small request, so that a mistake shows before the load.
+
+        Args:
+            url: as for the class; so are the ``options``.
+            model: None takes the first that the server offers.
+            timeout_s: how long it may take, in seconds; a server that is still loading takes long.
+
+        Raises:
+            RequestError: no server there, an unknown model, a refused key: whatever it said.
+        """
+        target = cls(url, model=model or "", **options)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if model is None:
+                    target.model = await target._first_model()
+                    target.name = f"{target.model} at {target.base}"
+                trace = Trace(start := now(), start)
+                await target.send(Work("Hello", 1), trace)
+            if trace.status != "ok":
+                raise RequestError(f"{target.url}: {trace.error}: {target.messages[trace.error or '']}")
+        except BaseException as error:
+            await target.close()
+            if isinstance(error, TimeoutError):
+                raise RequestError(f"{target.base}: no answer within {timeout_s:g} s") from None
+            raise
+        return target
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was asked of which server; no key."""
+        return {
+            "url": self.url,
+            "model": self.model,
+            "endpoint": self.endpoint,
+            "extensions": list(self._asks),
+            "extra": self._extra,
+            "is_proxied": self._proxy is not None,
+        }
+
+    async def send(self, work: Work, trace: Trace) -> None:
+        """Send one request and read its answer to the end; see :class:`nanoinfer.bench.target.Target`."""
+        answer = Answer(trace, self._count)
+        if not isinstance(work.prompt, str):
+            trace.prompt_tokens = len(work.prompt)
+        try:
+            while not await self._try(work, trace, answer):
+                pass
+        except asyncio.CancelledError:
+            if trace.t_end is None:  # else the answer was there, and only the connection was waited for
+                trace.status = "cancelled"
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._fail(trace, *_kind(error, bool(trace.chunks)))
+        finally:
+            answer.close()
+            if trace.t_end is None:
+                trace.t_end = now()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def _try(self, work: Work, trace: Trace, answer: Answer) -> bool:
+        """One attempt; False where the server refused an extension, and it is worth asking again without."""
+        asks = self._asks
+        body = self._body(work, asks)
+        trace.t_sent = now()
+        async with self._session.post(self.url, data=body, proxy=self._proxy) as response:
+            if response.status == 200:
+                await self._read(response, trace, answer)
+                self._is_settled = True
+                return True
+            said = words(_parsed(await response.content.read(4096)))
+            if response.status in (400, 422) and not self._is_settled:
+                if asks:
+                    if self._asks is asks:  # nobody else has taken one away meanwhile
+                        self._asks = asks[1:]
+                    return False
+                self._asks = self._all_asks  # that was not it
+            self._fail(trace, f"http {response.status}", said)
+            if response.status in REJECTIONS:
+                trace.status = "rejected"
+            return True
+
+    async def _read(self, response: aiohttp.ClientResponse, trace: Trace, answer: Answer) -> None:
+        if response.content_type == "application/json":
+            self._fail(trace, "no stream", "the server answered with a whole JSON document instead of a stream")
+            return
+        events, content = Events(), response.content
+        while not answer.is_done and answer.error is None:
+            read = await content.readany()
+            t = now()
+            found = events.feed(read)
+            if not read:
+                found = [last] if (last := events.end()) is not None else []
+            for data in found:
+                answer.take(data, t)
+            if not read:
+                break
+        trace.t_end = t
+        if answer.error is not None:
+            self._fail(trace, "error frame", answer.error)
+        elif not (answer.is_done or answer.is_finished):
+            self._fail(trace, "cut off", "the stream ended before the answer did")
+        elif not content.at_eof():  # read on to the end, or the connection cannot be used again
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_BYTES_S):
+                    await content.readany()
+
+    def _fail(self, trace: Trace, kind: str, said: str) -> None:
+        trace.status, trace.error = "error", kind
+        self.messages.setdefault(kind, said or kind)
+
+    def _body(self, work: Work, asks: tuple[str, ...]) -> bytes:
+        body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": work.output, "temperature": 0}
+        if self.endpoint == "completions":
+            body["prompt"] = work.prompt if isinstance(work.prompt, str) else list(work.prompt)
+        elif isinstance(work.prompt, str):
+            body["messages"] = [{"role": "user", "content": work.prompt}]
+        else:
+            raise RequestError("chat takes texts, not token ids; use the completions endpoint, or prompts of words")
+        if "stream_options" in asks:
+            body["stream_options"] = {"include_usage": True}
+            if "continuous_usage_stats" in asks:
+                body["stream_options"]["continuous_usage_stats"] = True
+        if "ignore_eos" in asks:
+            body["ignore_eos"] = True
+        body |= self._extra
+        return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S, ttl_dns_cache=300),
+                timeout=aiohttp.ClientTimeout(total=None),  # whoever sends sets the limit
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._client
+
+    async def _first_model(self) -> str:
+        try:
+            async with self._session.get(f"{self.base}/models", proxy=self._proxy) as response:
+                found = _parsed(await response.read())
+            if response.status != 200:
+                raise RequestError(f"{self.base}/models: http {response.status}: {words(found)}")
+            return str(found["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            _, said = _kind(error, False)
+            raise RequestError(f"{self.base}: {said}") from None
+        except (LookupError, TypeError):
+            raise RequestError(f"{self.base}/models names no model: say which") from None
+
+
+def _kind(error: Exception, has_begun: bool) -> tuple[str, str]:
+    """The short name of what went wrong on the way, and the words for it."""
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "tls", str(error)
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientProxyConnectionError):
+        return "connect", f"nothing answers there; is the server running? ({error})"
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        return "proxy", str(error)
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return ("cut off", "the connection broke off") if has_begun else ("disconnected", str(error) or "it hung up")
+    return "bad frame", str(error)
+
+
+def _parsed(body: bytes) -> Any:
+    """A body as JSON, or as the text that it is."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode("utf-8", errors="replace")
+
+
+def _base(url: str) -> str:
+    """The address of the API, whatever part of it was given, without a name and password in it."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise RequestError(f"'{url}' is no address of a server; write one such as http://localhost:8000")
+    if parts.username is not None or parts.password is not None:
+        raise RequestError("the address holds a name or password; give an API key instead")
+    path = parts.path.rstrip("/")
+    for ending in ("/chat/completions", "/completions", "/models"):
+        path = path.removesuffix(ending)
+    return urlunsplit((parts.scheme, parts.netloc, path or "/v1", "", ""))
+
+
+def _proxy(base: str) -> str | None:
+    """The proxy that the environment names for this address; loopback needs none."""
+    parts = urlsplit(base)
+    host = parts.hostname or ""
+    if host in LOOPBACK or urllib.request.proxy_bypass(host):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy is not None and urlsplit(proxy).scheme not in ("http", "https"):
+        raise RequestError(f"the proxy of the environment is not an HTTP proxy: {urlsplit(proxy).scheme}://...")
+    return proxy

@@ -1,0 +1,314 @@
+"""Time a model's operators one by one, to predict steps of any batch, context and phase.
+
+What is timed is the real code: each product by itself, through all layers in their order so that weights
+come from memory; attention by itself over caches of several sizes; a pass through the layers over a
+short context; and steps of the continuous engine. What a pass or a step takes beyond its parts is norms, rotation,
+activation, cache writes, Python, and what operators cost each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer import cache, engines, models
+from nanoinfer.cache.contiguous import ContiguousCache
+from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
+from nanoinfer.calibrate.machine import scheduled, waited_share
+from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.measure.calibration import MOST_WAITED
+from nanoinfer.measure.clock import timed
+from nanoinfer.measure.environment import machine_key
+from nanoinfer.measure.stalls import StepNote
+from nanoinfer.models.attention import attend
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.models.registry import LoadedModel
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.store import cache_file, write_whole
+from nanoinfer.theory.curves import Curve, OperatorCurves
+from nanoinfer.theory.parameters import head_matrix, layer_matrices
+from nanoinfer.theory.roofline import Machine
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+MANY = 128  # a pass of more rows takes long and varies little: one is enough, and needs no warm-up
+BATCHES = (1, 4, 16, 32)
+BLOCK = 8  # tokens a block of the paged cache
+CONTEXTS = (16, 256, 2048)
+PREFILLS = (16, 64, 256, 1024)
+REST_BATCHES = (1, 4, 16, 32)
+REST_PREFILLS = (16, 64, 256, 1024)
+SHORT = 16  # the context at which whole layers are timed
+STEPS = 8  # of the engine, behind a prompt
+#: Enough layers that keys and values come from memory and not from the processor's cache.
+ATTENTION_BYTES = 2**28
+KEEP_S = 24 * 3600  # machines drift
+
+
+def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
+    """Time the operators of a loaded model; some ten seconds for a small one on a laptop.
+
+    Args:
+        loaded: a model of ours, on any device, in any dtype.
+        repeats: calls behind each point, of which the median counts; one more warms up.
+    """
+    device = next(loaded.model.parameters()).device
+    with torch.inference_mode():
+        products = _products(loaded.model, device, repeats)
+        decode, paged = _decode_attention(loaded, device, repeats)
+        prefill = _prefill_attention(loaded, device, repeats)
+        nothing = Curve((1,), (1.0,))
+        timed_ones = OperatorCurves(products, decode, paged, prefill, nothing, nothing, nothing, nothing)
+        rest, rest_prefill = _rest(loaded, device, repeats, timed_ones)
+        paged_rest, paged_rest_prefill = _paged_rest(loaded, timed_ones)
+    return replace(
+        timed_ones, rest=rest, rest_prefill=rest_prefill, paged_rest=paged_rest, paged_rest_prefill=paged_rest_prefill
+    )
+
+
+def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
+    """The machine at hand, as this model meets it: to be handed to :mod:`nanoinfer.theory.roofline`.
+
+    Timings are kept in the user's cache for a day, unless other work held them up; ``fresh`` takes them
+    again. Peak and bandwidth are those of the fastest product: what this model's own operators reach,
+    below what the machine could do.
+    """
+    config = loaded.model.config
+    weight = next(loaded.model.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    path = _path(loaded, dtype)
+    curves = None if fresh else _load(path)
+    if curves is None:
+        before = scheduled()
+        curves = measure_operators(loaded)
+        if (waited_share(before, scheduled()) or 0.0) <= MOST_WAITED:
+            _store(path, curves)
+    matrices = [m for m in (*layer_matrices(config, 0), head_matrix(config)) if m.name in curves.products]
+    sizes = [(m.rows * m.columns, curves.products[m.name]) for m in matrices]
+    peak = max(2 * n * rows / curve.at(rows) for n, curve in sizes for rows in ROWS)
+    bandwidth = max(n * weight.itemsize / curve.at(1) for n, curve in sizes)
+    return Machine("this machine", dtype, peak, bandwidth, curves=curves)
+
+
+def _path(loaded: LoadedModel, dtype: str) -> Path:
+    """Where the timings of this model, code and machine are kept."""
+    device = next(loaded.model.parameters()).device
+    code = (Path(package.__path__[0]) for package in (cache, engines, models))
+    return cache_file("operators", [loaded.name, dtype, device, *machine_key()], code)
+
+
+def _load(path: Path) -> OperatorCurves | None:
+    """Timings that were stored within a day, or None. A damaged file counts as none."""
+    try:
+        if time.time() - path.stat().st_mtime > KEEP_S:
+            return None
+        return OperatorCurves.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _store(path: Path, curves: OperatorCurves) -> None:
+    """Keep the timings; a disk that refuses costs the next run ten seconds and nothing else."""
+    with contextlib.suppress(OSError):
+        write_whole(path, curves.to_json())
+
+
+def _seconds(fn: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median of the calls behind a warm-up: what a step usually meets, not what it meets at best."""
+    return statistics.median([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
+
+
+#: What :func:`~nanoinfer.theory.parameters.layer_matrices` calls GPT-2's products.
+GPT2_NAMES = {"attn.c_attn": "qkv", "attn.c_proj": "o_proj", "mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"}
+
+
+def _linears(model: GPT2 | Llama) -> list[tuple[str, nn.Linear]]:
+    """All products of all layers, in a step's order, by the table's names."""
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            name = ".".join(path.split(".")[-2:])
+            found.append((GPT2_NAMES.get(name, path.rpartition(".")[2]), module))
+    return found
+
+
+def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[str, Curve]:
+    """Seconds of each product against rows; every pass goes through all layers, as a step does."""
+    layers, embedding = _linears(model), model.wte if isinstance(model, GPT2) else model.embed_tokens
+    head = embedding.weight if model.lm_head is None else model.lm_head.weight
+    found: dict[str, list[float]] = defaultdict(list)
+    for rows in ROWS:
+        widths = {module.in_features for _, module in layers} | {head.shape[1]}
+        inputs = {n: torch.randn(rows, n, device=device).to(head.dtype) for n in widths}
+        passes: list[dict[str, list[float]]] = []
+        for _ in range(1 if rows > MANY else repeats + 1):
+            times: dict[str, list[float]] = defaultdict(list)
+            for name, weight, bias in [*((n, m.weight, m.bias) for n, m in layers), ("lm_head", head, None)]:
+                product = partial(F.linear, inputs[weight.shape[1]], weight, bias)
+                times[name].append(timed(product, device)[1])
+            passes.append(times)
+        for name in passes[0]:
+            found[name].append(statistics.median(statistics.median(p[name]) for p in passes[1:] or passes))
+    if "qkv" in found:  # GPT-2 computes q, k and v in one product
+        thirds = [seconds / 3 for seconds in found.pop("qkv")]
+        found |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
+    return {name: Curve(ROWS, tuple(seconds)) for name, seconds in found.items()}
+
+
+def _cache(loaded: LoadedModel, batch: int, context: int, device: torch.device) -> ContiguousCache:
+    """A filled cache of as many layers as it takes to outgrow the processor's cache, two at least."""
+    config = loaded.model.config
+    dtype = next(loaded.model.parameters()).dtype
+    one = 2 * batch * config.n_kv_heads * context * config.d_head * dtype.itemsize
+    n_layers = max(2, min(config.n_layers, ATTENTION_BYTES // one))
+    cache = ContiguousCache(replace(config, n_layers=n_layers), batch, context, device, dtype)
+    cache.k.normal_()
+    cache.v.normal_()
+    return cache
+
+
+def _decode_attention(
+    loaded: LoadedModel, device: torch.device, repeats: int
+) -> tuple[dict[int, Curve], dict[int, Curve]]:
+    """Over a contiguous cache, and over the same memory taken as the blocks of a paged one."""
+    config = loaded.model.config
+    contexts = tuple(c for c in CONTEXTS if c < config.context) + (
+        (config.context,) if config.context < CONTEXTS[-1] else ()
+    )
+    curves, paged_curves = {}, {}
+    for batch in BATCHES:
+        seconds, paged_seconds = [], []
+        for context in contexts:
+            cache = _cache(loaded, batch, context, device)
+            q = torch.randn(batch, config.n_heads, 1, config.d_head, device=device).to(cache.k.dtype)
+            seconds.append(_seconds(partial(_attend_all, q, cache), device, repeats) / len(cache.k))
+            paged_seconds.append(_seconds(partial(_attend_paged, q, *_blocks(cache)), device, repeats) / len(cache.k))
+        curves[batch], paged_curves[batch] = Curve(contexts, tuple(seconds)), Curve(contexts, tuple(paged_seconds))
+    return curves, paged_curves
+
+
+def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
+    for k, v in zip(cache.k, cache.v, strict=True):
+        attend(q, k, v)
+
+
+def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
+    """A contiguous cache's numbers as blocks, shuffled among the rows, and rows of the same tokens in all.
+
+    They are of unlike lengths, which costs padding and calls.
+    """
+    n_layers, batch, n_kv, context, d_head = cache.k.shape
+    size = math.gcd(context, BLOCK)
+    k, v = (x.view(n_layers, -1, size, n_kv, d_head) for x in (cache.k, cache.v))
+    order = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(0)).tolist()
+    rows: list[Row] = []
+    for length in _spread(context, batch):
+        needed = -(-length // size)
+        rows.append(([order[i % len(order)] for i in range(needed)], length - 1, 1))
+        order = order[needed % len(order) :] + order[: needed % len(order)]
+    return k, v, rows
+
+
+def _attend_paged(q: Tensor, k: Tensor, v: Tensor, rows: list[Row]) -> None:
+    ragged = RaggedFlash(rows, k) if RaggedFlash.fits(k) else RaggedSdpa(rows, k)
+    packed = q[:, :, 0]  # [N, n_q, d_h]
+    new = packed[:, : k.shape[3]]  # what the new keys are does not matter here: they are in the blocks
+    for k_blocks, v_blocks in zip(k, v, strict=True):
+        ragged(packed, new, new, k_blocks, v_blocks)
+
+
+def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) -> Curve:
+    config, dtype = loaded.model.config, next(loaded.model.parameters()).dtype
+    sizes = tuple(n for n in PREFILLS if n <= config.context)
+    seconds = []
+    for tokens in sizes:
+        q = torch.randn(1, config.n_heads, tokens, config.d_head, device=device).to(dtype)
+        k, v = (torch.randn(1, config.n_kv_heads, tokens, config.d_head, device=device).to(dtype) for _ in range(2))
+        seconds.append(_seconds(partial(attend, q, k, v), device, repeats + 2))
+    return Curve(sizes, tuple(seconds))
+
+
+def _rest(loaded: LoadedModel, device: torch.device, repeats: int, timed_ones: OperatorCurves) -> tuple[Curve, Curve]:
+    """A layer as it runs among others, less its products and its attention as they ran alone.
+
+    Against rows of one token each, as in a decode step, and against the tokens of one prompt.
+    """
+    config = loaded.model.config
+    decode = [(n, 1, SHORT) for n in REST_BATCHES]
+    prefill = [(1, n, n) for n in REST_PREFILLS if n <= config.context]
+    curves = []
+    for shapes in (decode, prefill):
+        seconds = []
+        for batch, new, context in shapes:
+            whole = _layer(loaded, device, 1 if new > MANY else repeats, batch, new, context)
+            multiplied = sum(curve.at(batch * new) for name, curve in timed_ones.products.items() if name != "lm_head")
+            seconds.append(max(whole - multiplied - timed_ones.attention(batch, new, context), 1e-6))
+        curves.append(Curve(tuple(batch * new for batch, new, _ in shapes), tuple(seconds)))
+    return curves[0], curves[1]
+
+
+def _layer(loaded: LoadedModel, device: torch.device, repeats: int, batch: int, new: int, context: int) -> float:
+    """Seconds of one layer in a pass through all of them: ``new`` tokens a row behind those that fill the context."""
+    model, config = loaded.model, loaded.model.config
+    dtype = next(model.parameters()).dtype
+    blocks = list(model.h if isinstance(model, GPT2) else model.layers)
+    cache = ContiguousCache(config, batch, context, device, dtype)
+    x = torch.randn(batch, new, config.d_model, device=device).to(dtype)
+    positions = torch.arange(context - new, context, device=device).expand(batch, new)
+    extra = (model.rope(positions, dtype),) if isinstance(model, Llama) else ()
+    return _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats) / len(blocks)
+
+
+def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], cache: ContiguousCache) -> None:
+    cache.length = cache.capacity - x.shape[1]  # the last slots, again and again
+    for block in blocks:
+        block(x, *extra, cache, None)
+
+
+def _paged_rest(loaded: LoadedModel, timed_ones: OperatorCurves) -> tuple[Curve, Curve]:
+    """Steps of the continuous engine, less their products and attention as they ran alone; a layer's share of that.
+
+    Against rows of one token each, which are of unlike lengths, and against the tokens of one prompt.
+    """
+    n_layers, head = loaded.model.config.n_layers, timed_ones.products["lm_head"]
+    prompts = [n for n in REST_PREFILLS if n < loaded.model.config.context]
+    engine = ContinuousEngine(
+        loaded, token_budget=max(prompts[-1], SHORT * REST_BATCHES[-1]), block_size=BLOCK, share_prefixes=False
+    )
+    notes: list[StepNote] = []
+    engine.on_step = notes.append
+
+    def left(rows: int, ends: int, attention: float, seconds: list[float]) -> float:
+        multiplied = sum(curve.at(rows) for name, curve in timed_ones.products.items() if name != "lm_head")
+        whole = (statistics.median(seconds) - head.at(ends)) / n_layers
+        return max(whole - multiplied - attention, 1e-6)
+
+    decode, prefill = [], []
+    for n in REST_BATCHES:
+        notes.clear()
+        lengths = _spread(SHORT, n)
+        engine.generate([[0] * length for length in lengths], SamplingParams(max_tokens=STEPS, ignore_eos=True))
+        taken = [note.end - note.start for note in notes if not note.prefill_tokens and note.decode_rows == n]
+        context = sum(lengths) / n + STEPS / 2
+        decode.append(left(n, n, timed_ones.paged(n, context), taken))
+    for n in prompts:
+        notes.clear()
+        engine.generate([[0] * n], SamplingParams(max_tokens=1, ignore_eos=True))
+        prefill.append(left(n, 1, timed_ones.prefill_attention.at(n), [note.end - note.start for note in notes]))
+    return Curve(REST_BATCHES, tuple(decode)), Curve(tuple(prompts), tuple(prefill))
+
+
+def _spread(mean: int, rows: int) -> list[int]:
+    """Lengths from a quarter of the mean to seven quarters, the shortest first: rows of a service are never alike."""
+    return [max(2, round(mean * (0.25 + 1.5 * (row + 0.5) / rows))) for row in range(rows)]

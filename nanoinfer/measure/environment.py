@@ -1,0 +1,156 @@
+"""What was this measured on? A number without its machine is a rumour.
+
+Only what bears on speed is recorded. Host names, user names, paths and kernel
+build strings stay out: results are published.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+#: The packages that can change a measured number or a token.
+PACKAGES = ("nanoinfer", "torch", "numpy", "tiktoken", "safetensors", "gguf", "transformers", "triton")
+
+
+def cpu_model() -> str:
+    """The processor's name as its maker writes it, or the architecture where that is not to be had."""
+    if (found := _cpuinfo("model name", "Model")) is not None:
+        return found
+    if platform.system() == "Darwin":
+        found = _output("sysctl", "-n", "machdep.cpu.brand_string")
+        if found:
+            return found
+    return platform.processor() or platform.machine()
+
+
+def cpu_features() -> str:
+    """The processor's instruction sets as the system lists them; its name where there is no such list.
+
+    Machines of one name can differ: what a virtual one may use is its host's choice.
+    """
+    return _cpuinfo("flags", "Features") or cpu_model()
+
+
+def _cpuinfo(*keys: str) -> str | None:
+    """Linux's first line of that name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in keys and value.strip():
+            return value.strip()
+    return None
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, stripped; ``None`` where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container's share, not the host's)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def _os_name() -> str:
+    if platform.system() != "Linux":
+        return f"{platform.system()} {platform.release()}"
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
+    except OSError:
+        return "Linux"
+
+
+@functools.cache
+def _describe() -> dict[str, Any]:
+    import psutil
+    import torch
+
+    return {
+        "cpu": cpu_model(),
+        "architecture": platform.machine(),
+        "cores": usable_cores(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+        "cuda": torch.version.cuda,
+        "os": _os_name(),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory (bytes), GPUs, operating system: what bears on speed, and nothing private."""
+    return {**_describe(), "gpus": [dict(gpu) for gpu in _describe()["gpus"]]}
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages of :data:`PACKAGES` that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from, ``+changes`` where files differ; ``None`` when installed."""
+    here = str(Path(__file__).resolve().parent)
+    # A package installed under somebody's repository (.venv) is not tracked by it.
+    if _output("git", "-C", here, "ls-files", "--error-unmatch", "machine.py") is None:
+        return None
+    commit = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if commit and changed else commit
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions, UTC date and commit: what every stored result carries."""
+    return {
+        "machine": describe_machine(),
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+    }
+
+
+def machine_key() -> list[object]:
+    """What a measurement on this machine depends on: PyTorch, its threads, the processor, the GPUs."""
+    import torch
+
+    machine = describe_machine()
+    return [torch.__version__, torch.get_num_threads(), machine["cpu"], machine["gpus"]]

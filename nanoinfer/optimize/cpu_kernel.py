@@ -1,0 +1,264 @@
+"""A whole decode step as one native call: built once on this machine, then loaded in milliseconds.
+
+``step.cpp`` needs a C++ compiler and nothing else: no headers of PyTorch or Python, no build tool. It is called by
+address, so what is handed over here is checked here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.errors import DeviceError
+from nanoinfer.measure.environment import cpu_features
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.optimize.options import check_dense
+from nanoinfer.store import cache_dir
+
+SOURCE = Path(__file__).parent / "csrc" / "step.cpp"
+PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("attention", "products", "team", "vectors")))
+Weights = Literal["float32", "bfloat16", "int8"]
+KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+SLAB, GROUP = 32, 32  # as in step.cpp
+BUILD_SECONDS = 300  # a compiler that takes longer hangs
+
+SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab")
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("gpt2", *SIZES, "kind", "kv_bf16", "threads")]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("together", ctypes.c_int32),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("layer_stride", ctypes.c_int64),
+        ("logits", ctypes.c_void_p),
+    ]
+
+
+def compiler() -> str | None:
+    """The C++ compiler: what ``CXX`` names, else the first of c++, g++ and clang++ that is there."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def build(flags: Sequence[str] = ("-march=native",)) -> Path:
+    """The compiled library for this machine; a few seconds the first time, and said on screen.
+
+    What the processor can do is looked up at each call: where a folder of builds is shared by unlike machines, each
+    finds its own.
+
+    Args:
+        flags: of the target. What the compiler may use of the processor is decided by them.
+
+    Raises:
+        DeviceError: no compiler, or one that fails.
+    """
+    if (cxx := compiler()) is None:
+        raise DeviceError("no C++ compiler here (c++, g++ or clang++): install one, or do without the kernel")
+    code = [part.read_text(encoding="utf-8") for part in PARTS]
+    key = "|".join([*code, cxx, *flags, cpu_features(), platform.machine()])
+    path = cache_dir() / "kernels" / f"step-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    print(f"nanoinfer: building its CPU kernel with {Path(cxx).name}, once, some seconds", file=sys.stderr, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        command = [cxx, "-O3", "-std=c++17", *flags, "-shared", "-fPIC", "-pthread", "-w", "-o", str(part), str(SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise DeviceError(f"the C++ compiler did not build the kernel: {error}") from None
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise DeviceError(f"the C++ compiler did not build the kernel: {first}")
+        part.replace(path)
+    return path
+
+
+def _library(path: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(path))
+    pointer, whole = ctypes.c_void_p, ctypes.c_int
+    lib.ni_new.restype, lib.ni_new.argtypes = pointer, [ctypes.POINTER(_Shape), ctypes.c_float]
+    lib.ni_bytes.restype, lib.ni_bytes.argtypes = ctypes.c_int64, [pointer]
+    lib.ni_free.restype, lib.ni_free.argtypes = None, [pointer]
+    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer]
+    lib.ni_norm.restype, lib.ni_norm.argtypes = None, [pointer, whole, pointer, pointer]
+    lib.ni_embed.restype, lib.ni_embed.argtypes = None, [pointer, pointer, pointer, pointer]
+    lib.ni_step.restype, lib.ni_step.argtypes = None, [pointer, ctypes.POINTER(_Step)]
+    return lib
+
+
+class DecodeKernel:
+    """One model, packed for the native step.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16; it must stay alive and unchanged.
+        weights: what the products are computed in. ``int8`` has a scale for every 32 numbers of a row; what goes
+            into the head is given twice the bits.
+        threads: None for as many as PyTorch uses.
+        flags: see :func:`build`.
+
+    Raises:
+        DeviceError: another device or dtype, a head's size that is odd, experts, no compiler.
+    """
+
+    def __init__(
+        self,
+        model: GPT2 | Llama,
+        weights: Weights | None = None,
+        threads: int | None = None,
+        flags: Sequence[str] = ("-march=native",),
+    ) -> None:
+        check_dense(model.config, "the kernel")
+        embedding: Tensor = model.wte.weight if isinstance(model, GPT2) else model.embed_tokens.weight
+        if embedding.device.type != "cpu" or embedding.dtype not in (torch.float32, torch.bfloat16):
+            raise DeviceError(
+                f"the kernel runs on a CPU in float32 or bfloat16, not on {embedding.device} in {embedding.dtype}"
+            )
+        self.model, self.config, self.dtype = model, model.config, embedding.dtype
+        self.weights: Weights = weights or ("float32" if self.dtype == torch.float32 else "bfloat16")
+        self.threads = threads or torch.get_num_threads()
+        c = self.config
+        shape = _Shape(
+            c.family == "gpt2", c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.vocab_size,
+            KINDS[self.weights], self.dtype == torch.bfloat16, self.threads,
+        )  # fmt: skip
+        self._lib = _library(build(flags))
+        self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
+        self._kept = [embedding]
+        for which, (weight, bias) in enumerate(_linears(model)):
+            slabs = pack(weight, self.weights)
+            b = None if bias is None else bias.float().contiguous()
+            self._lib.ni_linear(self._handle, which, _address(slabs), _address(b))
+        for which, (weight, bias) in enumerate(_norms(model)):
+            w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+            self._lib.ni_norm(self._handle, which, _address(w), _address(b))
+        places = model.wpe.weight if isinstance(model, GPT2) else None
+        turns = model.inv_freq.float().contiguous() if isinstance(model, Llama) else None
+        self._kept += [x for x in (places, turns) if x is not None]
+        self._lib.ni_embed(self._handle, embedding.data_ptr(), _address(places), _address(turns))
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._lib.ni_free(self._handle)
+            self._handle = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed weights and scales: what a step reads, beside the cache."""
+        return int(self._lib.ni_bytes(self._handle))
+
+    def __call__(self, cache: PagedCache, rows: Sequence[NewTokens], ids: Sequence[int]) -> Tensor:
+        """Run one step: write the rows' new tokens into their blocks, and return the logits of each ``[N, V]`` fp32.
+
+        Args:
+            cache: in the model's dtype; blocks are taken and ready (:meth:`PagedCache.prepare`).
+            rows: of one new token each, or of several that follow each other.
+            ids: their tokens, one row's behind the other's.
+        """
+        assert cache.k.dtype == self.dtype and cache.k.is_contiguous() and cache.v.is_contiguous()
+        n = sum(row.n for row in rows)
+        assert len(ids) == n > 0
+        width = max(len(row.table.blocks) for row in rows)
+        filled = [row.table.blocks + [0] * (width - len(row.table.blocks)) for row in rows for _ in range(row.n)]
+        tables = torch.tensor(filled, dtype=torch.int32)
+        positions = torch.tensor([i for row in rows for i in range(row.table.length, row.end)])
+        tokens = torch.tensor(ids)
+        logits = torch.empty(n, self.config.vocab_size)
+        call = _Step(
+            n, width, cache.block_size, n > len(rows), tokens.data_ptr(), positions.data_ptr(), tables.data_ptr(),
+            cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0), logits.data_ptr(),
+        )  # fmt: skip
+        self._lib.ni_step(self._handle, ctypes.byref(call))
+        return logits
+
+
+def pack(weight: Tensor, kind: Weights) -> Tensor:
+    """A weight ``[N, K]`` as slabs of ``SLAB`` outputs, in the order in which they are read.
+
+    In a slab, ``[K / i, SLAB, i]``: ``i`` numbers of one output side by side, as many as an instruction takes at once
+    (1, 2 and 4). N is padded to whole slabs and K to whole groups, with zeros. int8 is stored with 128 added, and in
+    bytes: for every ``GROUP`` numbers along K first the outputs' scales, in bfloat16, then the numbers. Scales are
+    rounded before they are used, so that rounding them costs nothing.
+    """
+    n, k = weight.shape
+    wide = F.pad(weight.float(), (0, -k % GROUP, 0, -n % SLAB))
+    if kind != "int8":
+        wide = wide.bfloat16() if kind == "bfloat16" else wide
+        return _in_slabs(wide, 2 if kind == "bfloat16" else 1)
+    groups = wide.view(len(wide), -1, GROUP)
+    most = groups.abs().amax(-1)  # [N, K / GROUP]
+    scales = (most / 127).bfloat16()
+    # Rounded down, a scale would cut the largest weight off: take the next number up.
+    scales = (scales.view(torch.int16) + (scales.float() * 127 < most)).view(torch.bfloat16)
+    whole = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
+    numbers = _in_slabs((whole + 128).to(torch.uint8).flatten(1), 4).view(len(wide) // SLAB, -1, SLAB * GROUP)
+    return torch.cat([_in_slabs(scales, 1).view(torch.uint8).flatten(2), numbers], dim=2)
+
+
+def _in_slabs(wide: Tensor, side_by_side: int) -> Tensor:
+    n, k = wide.shape
+    return wide.view(n // SLAB, SLAB, k // side_by_side, side_by_side).transpose(1, 2).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _linears(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weights and biases in the kernel's order.
+
+    Of each layer q k v in one, out, up (of a gated MLP gate and up in turns of 16 rows), down; then the head.
+    """
+    w = dict(model.named_parameters())
+    for layer in range(model.config.n_layers):
+        if isinstance(model, GPT2):
+            for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+                yield w[f"h.{layer}.{name}.weight"], w[f"h.{layer}.{name}.bias"]
+            continue
+        of = f"layers.{layer}"
+        yield torch.cat([w[f"{of}.self_attn.{name}_proj.weight"] for name in "qkv"]), None
+        yield w[f"{of}.self_attn.o_proj.weight"], None
+        gate_and_up = [w[f"{of}.mlp.{name}_proj.weight"].view(-1, 16, model.config.d_model) for name in ("gate", "up")]
+        yield torch.stack(gate_and_up, dim=1).flatten(0, 2), None
+        yield w[f"{of}.mlp.down_proj.weight"], None
+    tied = "wte.weight" if isinstance(model, GPT2) else "embed_tokens.weight"
+    yield w.get("lm_head.weight", w[tied]), None
+
+
+def _norms(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Of each layer attention's and the MLP's, then the last one."""
+    names = ("h.{}.ln_1", "h.{}.ln_2") if isinstance(model, GPT2) else LLAMA_NORMS
+    w = dict(model.named_parameters())
+    paths = [name.format(layer) for layer in range(model.config.n_layers) for name in names]
+    for path in [*paths, "ln_f" if isinstance(model, GPT2) else "norm"]:
+        yield w[f"{path}.weight"], w.get(f"{path}.bias")
+
+
+LLAMA_NORMS = ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm")

@@ -1,0 +1,74 @@
+"""Products over the same input become one: the input is read once, and a small product grows to a worthwhile size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.models.attention import KVCache, attend
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import MLP, Attention, Llama, rotate
+
+
+class FusedAttention(Attention):
+    """Llama's attention with queries, keys and values from one product, and both rotations in one."""
+
+    def __init__(self, plain: Attention) -> None:
+        nn.Module.__init__(self)  # not the parent's, which would make three projections
+        self.layer, self.d_head = plain.layer, plain.d_head
+        self.n_q, self.n_kv = (p.out_features // plain.d_head for p in (plain.q_proj, plain.k_proj))
+        self.qkv_proj = _joined([plain.q_proj, plain.k_proj, plain.v_proj])
+        self.o_proj = plain.o_proj
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """As :meth:`nanoinfer.models.llama.Attention.forward`."""
+        q, k, v = self.split(self.qkv_proj(x), rope)
+        out = attend(q, k, v, mask) if cache is None else cache.attend(self.layer, q, k, v, mask)
+        return self.o_proj(out)  # type: ignore[no-any-return]
+
+    def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Product ``[B, T, (n_q + 2 n_kv) d_h]`` to q ``[B, n_q, T, d_h]``, k and v ``[B, n_kv, T, d_h]``."""
+        turned, v = torch.split(self.heads(qkv), [self.n_q + self.n_kv, self.n_kv], dim=1)
+        q, k = torch.split(rotate(turned, *rope), [self.n_q, self.n_kv], dim=1)
+        return q, k, v
+
+
+class FusedMLP(MLP):
+    """Llama's gated MLP with gate and up from one product."""
+
+    def __init__(self, plain: MLP) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj = _joined([plain.gate_proj, plain.up_proj])
+        self.down_proj = plain.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As :meth:`nanoinfer.models.llama.MLP.forward`."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+def fuse(model: GPT2 | Llama) -> None:
+    """Join projections of the same input, in place: q, k and v; gate and up. GPT-2 has nothing to join.
+
+    Args:
+        model: a copy (:func:`~nanoinfer.optimize.twin.twin`). Joined weights are new memory, and are plain ``nn.Linear``.
+    """
+    if isinstance(model, GPT2):
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Attention):
+                setattr(parent, name, FusedAttention(child))
+            elif isinstance(child, MLP):  # an expert is one too
+                setattr(parent, name, FusedMLP(child))
+
+
+def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
+    """One projection whose outputs are those of ``parts`` one behind the other."""
+    weight = torch.cat([part.weight for part in parts])
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear

@@ -1,0 +1,71 @@
+"""What a step may use beside the plain model. Every field can be taken away again, and the greedy fp32 tokens stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from nanoinfer.configs.config import ModelConfig
+from nanoinfer.errors import DeviceError, RequestError, nearest
+
+Quantised = Literal["int8", "int4", "fp8"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How steps are computed. All off is the reference.
+
+    Args:
+        kernel: rows of one new token go through one native call (CPU; float32 and bfloat16); prompts do not.
+        weights: what layers multiply in, the head excepted; None for the model's own dtype. In the kernel ``int8``,
+            integers that share a scale in groups of 32, and prompts are computed in the model's dtype. In PyTorch
+            ``int8`` (a scale a row), ``int4`` (groups) or ``fp8`` (GPUs that have it), for prompts too.
+        fuse: one product for queries, keys and values, one for gate and up.
+        pack: weights in the layout that oneDNN's products want (CPU; float32 and bfloat16).
+        compiled: layers go through ``torch.compile``, once for all of them and for any number of tokens.
+        graphs: decode steps are recorded once for each size and replayed (CUDA).
+    """
+
+    kernel: bool = False
+    weights: Quantised | None = None
+    fuse: bool = False
+    pack: bool = False
+    compiled: bool = False
+    graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.weights not in get_args(Quantised):
+            raise RequestError(f"weights must be None, 'int8', 'int4' or 'fp8', got {self.weights!r}")
+        if self.kernel and self.weights not in (None, "int8"):
+            raise RequestError(f"the kernel multiplies in the model's dtype or in int8, not in {self.weights}")
+        if self.kernel and self.graphs:
+            raise RequestError("kernel is for CPUs and graphs for GPUs: give one of them")
+
+    @classmethod
+    def parse(cls, text: str) -> Speed:
+        """From words with commas between, as on a command line: ``kernel,int8``, ``fuse,pack``.
+
+        Raises:
+            RequestError: a word that is none of them, or two kinds of weights.
+        """
+        switches = [field.name for field in fields(cls) if field.name != "weights"]
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        weights = [word for word in words if word in get_args(Quantised)]
+        for word in words:
+            if word not in switches and word not in weights:
+                raise RequestError(f"unknown speed '{word}'; {nearest(word, [*switches, *get_args(Quantised)])}")
+        if len(set(weights)) > 1:
+            raise RequestError(f"weights can be of one kind: give {' or '.join(weights)}")
+        on = {name: name in words for name in switches}
+        return cls(weights=weights[0] if weights else None, **on)  # type: ignore[arg-type]
+
+
+def check_dense(config: ModelConfig, what: str) -> None:
+    """Raise :class:`DeviceError` for a mixture of experts, where ``what`` needs a step that is alike for all tokens."""
+    if config.moe is not None:
+        raise DeviceError(f"{what} cannot do a mixture of experts: leave it off; fuse and pack can")
+
+
+def spoken(words: str) -> Speed:
+    """``plain`` for none of them, or words of :meth:`Speed.parse`: what ``serve`` and ``bench`` take as ``--speed``."""
+    return Speed() if words == "plain" else Speed.parse(words)

@@ -1,0 +1,263 @@
+"""Weights of eight or four bits: a step that reads less is sooner done.
+
+The products of the layers change, the head and the embeddings do not. What goes into a product stays as it is, but for
+fp8, which is quick because both sides are narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.errors import DeviceError, RequestError
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.optimize.calibrated import Calibration, fit_int4_groups, fit_int8_rows, layer_linears
+from nanoinfer.optimize.formats import (
+    from_int4_groups,
+    from_int8_rows,
+    from_nibbles,
+    to_fp8_rows,
+    to_int4_groups,
+    to_int8_rows,
+    to_nibbles,
+)
+from nanoinfer.optimize.options import Quantised, check_dense
+
+GROUPS = (32, 64, 128, 256)  # numbers that share a step in int4, as its operator has them
+GROUP = 32  # with step and middle 5 bits a weight
+FEW_ROWS = 8  # up to here the int8 operator is the quicker way
+OUTPUTS, FP8_SIZES = 16, 16  # what the int4 and the fp8 operator count in
+
+
+def _int8_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
+    # Measured at the shapes of smollm2-135m, 1 to 512 rows. oneDNN's int8 products, quick at any number of rows, want
+    # int8 inputs too, and a scale a row of those costs ten times what it costs in weights: KL 0.026, not 0.003. With
+    # inputs in two bytes that is mended, and the gain gone. PyTorch's operator for int8 weights alone is the quickest
+    # at few rows of bfloat16 (at many, and in float32, the slowest by far), and reads on past odd sizes.
+    rows = x.reshape(-1, x.shape[-1])
+    if x.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and x.shape[-1] % 32 == 0:
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), whole, scales)
+    else:
+        out = F.linear(rows, whole.to(x.dtype)).mul_(scales)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _int4_linear(x: Tensor, packed: Tensor, grid: Tensor, group: int) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()  # the operator has no quick float32
+    out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, grid)
+    return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _shape_of_int8(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(whole))
+
+
+def _shape_of_int4(x: Tensor, packed: Tensor, grid: Tensor, group: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], grid.shape[1])
+
+
+# To a compiler each is one operator with a shape: layouts stay shut, and which rows are few is decided at each call.
+torch.library.define("nanoinfer::int8_linear", "(Tensor x, Tensor whole, Tensor scales) -> Tensor")
+torch.library.define("nanoinfer::int4_linear", "(Tensor x, Tensor packed, Tensor grid, int group) -> Tensor")
+torch.library.impl("nanoinfer::int8_linear", "CPU", _int8_linear)
+torch.library.impl("nanoinfer::int4_linear", "CPU", _int4_linear)
+torch.library.register_fake("nanoinfer::int8_linear", _shape_of_int8)
+torch.library.register_fake("nanoinfer::int4_linear", _shape_of_int4)
+
+
+class QuantisedLinear(nn.Module):
+    """In place of an ``nn.Linear``: ``[..., K]`` to ``[..., N]`` in the input's dtype. The bias is shared."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.n_out, self.n_in = linear.weight.shape
+        self.bias = linear.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights with their scales and padding."""
+        return sum(kept.nbytes for kept in self.buffers())
+
+    def extra_repr(self) -> str:
+        """Shape and size."""
+        return f"{self.n_in}, {self.n_out}, {self.nbytes} bytes"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``."""
+        out = self.product(x)
+        return out if self.bias is None else out + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """Without the bias."""
+        raise NotImplementedError
+
+
+class Int8Linear(QuantisedLinear):
+    """A scale a row, in bfloat16 where the weight is. On a GPU the weight is widened for each product.
+
+    Args:
+        linear: whose weight.
+        energy: ``[K]``, to calibrate by; None for plain rounding.
+    """
+
+    whole: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear, energy: Tensor | None = None) -> None:
+        super().__init__(linear)
+        weight, dtype = linear.weight, torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float32
+        whole, scales = to_int8_rows(weight, dtype) if energy is None else fit_int8_rows(weight, energy, dtype)
+        self.register_buffer("whole", whole)
+        self.register_buffer("scales", scales)
+
+    def product(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``."""
+        if x.device.type == "cpu" and x.dtype != torch.float16:  # which sums of 127 times the input can overflow
+            return torch.ops.nanoinfer.int8_linear(x, self.whole, self.scales)  # type: ignore[no-any-return]
+        return F.linear(x, from_int8_rows(self.whole, self.scales).to(x.dtype))
+
+
+class Int4Linear(QuantisedLinear):
+    """Groups of a row share a step and a middle; two codes a byte. Products are in bfloat16 on a CPU.
+
+    On a GPU the weight is widened for each product.
+
+    Args:
+        linear: whose weight; its rows are filled up with zeros to whole groups.
+        group: one of ``GROUPS``.
+        energy: ``[K]``, to calibrate by; None for plain rounding.
+    """
+
+    packed: Tensor
+    grid: Tensor  # [G, N, 2]: step and middle
+
+    def __init__(self, linear: nn.Linear, group: int, energy: Tensor | None = None) -> None:
+        super().__init__(linear)
+        self.group, self.wider = group, -self.n_in % group
+        weight = F.pad(linear.weight.float(), (0, self.wider, 0, -self.n_out % OUTPUTS))
+        if energy is None:
+            codes, steps, middles = to_int4_groups(weight, group)
+        else:
+            codes, steps, middles = fit_int4_groups(weight, F.pad(energy, (0, self.wider)), group)
+        if weight.device.type == "cpu":
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        else:
+            packed = to_nibbles(codes)
+        self.register_buffer("packed", packed)
+        self.register_buffer("grid", torch.stack((steps, middles), -1).transpose(0, 1).contiguous())
+
+    def product(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``."""
+        if self.wider:
+            x = F.pad(x, (0, self.wider))
+        if x.device.type == "cpu":
+            out: Tensor = torch.ops.nanoinfer.int4_linear(x, self.packed, self.grid, self.group)
+        else:
+            out = F.linear(x, widened(self.packed, self.grid).to(x.dtype))
+        return out[..., : self.n_out]
+
+
+def widened(nibbles: Tensor, grid: Tensor) -> Tensor:
+    """``[N, K]`` float32 out of codes ``[N, K / 2]``, two a byte, and their groups' steps and middles ``[G, N, 2]``."""
+    steps, middles = grid.transpose(0, 1).unbind(-1)
+    return from_int4_groups(from_nibbles(nibbles), steps, middles)
+
+
+class Fp8Linear(QuantisedLinear):
+    """Weights and inputs in e4m3, a scale a row of either; the product comes out in bfloat16."""
+
+    narrow: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        narrow, scales = to_fp8_rows(linear.weight)
+        self.register_buffer("narrow", narrow)
+        self.register_buffer("scales", scales)
+
+    def product(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``."""
+        rows, scales = to_fp8_rows(x.reshape(-1, x.shape[-1]))
+        out: Tensor = torch._scaled_mm(
+            rows, self.narrow.t(), scale_a=scales[:, None], scale_b=self.scales[None], out_dtype=torch.bfloat16
+        )
+        return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+@torch.no_grad()
+def quantise(
+    model: GPT2 | Llama, weights: Quantised, calibration: Calibration | None = None, group: int = GROUP
+) -> None:
+    """Replace every ``nn.Linear`` of the layers of a twin, in place, by one of fewer bits.
+
+    Args:
+        model: a twin (:func:`nanoinfer.optimize.twin.twin`). Quantised weights are new memory.
+        weights: what they become.
+        calibration: for int8 and int4, from :func:`nanoinfer.optimize.calibrated.channel_energy` of this very twin.
+        group: of int4, numbers that share a step, one of ``GROUPS``.
+
+    Raises:
+        DeviceError: fp8 where there are no such products, or for sizes that they do not take; a model with experts.
+        RequestError: a calibration for fp8 or of another model; a group that int4 does not have.
+    """
+    check_dense(model.config, "quantising")
+    linears = dict(layer_linears(model))
+    if group not in GROUPS:
+        raise RequestError(f"int4 has groups of {', '.join(map(str, GROUPS))}, not of {group}")
+    if calibration is not None:
+        _check_calibration(calibration, weights, linears)
+    if weights == "fp8":
+        _check_fp8(next(model.parameters()).device, linears)
+    energies = calibration or {}
+    for name, linear in linears.items():
+        quantised: QuantisedLinear
+        if weights == "int8":
+            quantised = Int8Linear(linear, energies.get(name))
+        elif weights == "int4":
+            quantised = Int4Linear(linear, group, energies.get(name))
+        else:
+            quantised = Fp8Linear(linear)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, quantised)
+
+
+def bits_per_weight(model: GPT2 | Llama) -> float:
+    """Bits that a weight of the layers' products takes on average, scales and padding included; biases are left out."""
+    layers = model.h if isinstance(model, GPT2) else model.layers
+    bits = numbers = 0.0
+    for module in layers.modules():
+        if isinstance(module, QuantisedLinear):
+            bits += 8 * module.nbytes
+            numbers += module.n_in * module.n_out
+        elif isinstance(module, nn.Linear):
+            bits += 8 * module.weight.nbytes
+            numbers += module.weight.numel()
+    return bits / numbers
+
+
+def _check_fp8(device: torch.device, linears: Mapping[str, nn.Linear]) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        here = device if device.type != "cuda" else torch.cuda.get_device_name(device)
+        raise DeviceError(
+            f"fp8 products need a GPU of compute capability 8.9 or higher, and the model is on {here}: use int8 or int4"
+        )
+    for name, linear in linears.items():
+        if linear.in_features % FP8_SIZES or linear.out_features % FP8_SIZES:
+            raise DeviceError(
+                f"fp8 products take sizes that are multiples of {FP8_SIZES}, and {name} goes from "
+                f"{linear.in_features} to {linear.out_features}: use int8 or int4"
+            )
+
+
+def _check_calibration(calibration: Calibration, weights: Quantised, linears: Mapping[str, nn.Linear]) -> None:
+    if weights == "fp8":
+        raise RequestError("a calibration is for int8 and int4, not for fp8: leave it out")
+    for name, linear in linears.items():
+        if name not in calibration or calibration[name].shape != (linear.in_features,):
+            raise RequestError(
+                f"the calibration has no {linear.in_features} energies for {name}: take it of the very twin to quantise"
+            )

@@ -1,0 +1,83 @@
+"""Files that nanoinfer keeps: the user's cache folder, writes that are whole or absent, cached measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import platformdirs
+
+from nanoinfer.errors import NanoinferError
+
+T = TypeVar("T")
+
+
+def cache_dir() -> Path:
+    """Where fetched, converted and measured files are kept: ``NANOINFER_CACHE``, or the user's cache folder."""
+    return Path(os.environ.get("NANOINFER_CACHE") or platformdirs.user_cache_dir("nanoinfer", appauthor=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text in place of what was there, making the folder if need be. Two processes may do so at once.
+
+    Raises:
+        OSError: a disk that refuses; then what was there still is, and nothing half-written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def cache_file(kind: str, key: Iterable[object], code: Iterable[Path] = ()) -> Path:
+    """The file of a measurement of this ``kind``; another one once the key or a source file in ``code`` changes."""
+    digest = hashlib.sha256(json.dumps([str(part) for part in key]).encode())
+    for folder in code:
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.read_bytes())
+    return cache_dir() / kind / f"{digest.hexdigest()[:16]}.json"
+
+
+def cached(
+    path: Path,
+    measure: Callable[[], T],
+    parse: Callable[[str], T],
+    dump: Callable[[T], str],
+    *,
+    max_age_s: float = float("inf"),
+    fresh: bool = False,
+    keep: Callable[[T], bool] = lambda _: True,
+) -> T:
+    """What the file holds if it can be read and is recent enough, else what ``measure`` returns, stored for next time.
+
+    Args:
+        fresh: measure in any case.
+        keep: whether a new result is worth storing; one from a busy machine is not.
+    """
+    if not fresh and (result := read_cached(path, parse, max_age_s)) is not None:
+        return result
+    result = measure()
+    if keep(result):
+        with contextlib.suppress(OSError):  # a disk that refuses costs the next call the measurement, nothing else
+            write_whole(path, dump(result))
+    return result
+
+
+def read_cached(path: Path, parse: Callable[[str], T], max_age_s: float = float("inf")) -> T | None:
+    """The stored result, or ``None`` where it is missing, older than ``max_age_s`` or damaged."""
+    try:
+        if time.time() - path.stat().st_mtime > max_age_s:
+            return None
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, NanoinferError):
+        return None

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoinfer.calibrate import machine as module
+from nanoinfer.calibrate.machine import cache_path, calibrate
+from nanoinfer.errors import DeviceError, NanoinferError
+from nanoinfer.measure import clock
+from nanoinfer.measure.calibration import AllReduce, Calibration, Product, Reading
+
+BUFFER = 1 << 20
+WIDTH = 64
+ROWS = (1, 4, 16)
+BUDGET = 0.5
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small tensors and a cache of its own: what is tested is the arithmetic, not the machine."""
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "BUFFER_BYTES", BUFFER)
+    monkeypatch.setitem(module.WIDTH, "cpu", WIDTH)
+    monkeypatch.setitem(module.ROWS, "cpu", ROWS)
+    monkeypatch.setattr(module, "MOST_ROUNDS", 5)
+    monkeypatch.setattr(module, "scheduled", lambda: None)
+
+
+class Ticks:
+    """A clock on which everything timed takes exactly ``step`` seconds."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.time, self.reads = step, 0.0, 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        self.time += self.step
+        return self.time
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    scripted = Ticks(2.0**-7)  # a power of two: sums and quotients are exact
+    monkeypatch.setattr(clock, "now", scripted)
+    return scripted
+
+
+def exactly(value: float, n: int) -> Reading:
+    return Reading(value, value, value, n)
+
+
+def test_bytes_and_flops_over_seconds(ticks: Ticks) -> None:
+    found = calibrate("cpu", budget_s=100.0)
+    assert found.rounds == module.MOST_ROUNDS == found.copy.n
+    # Half of the buffer is read and half written, in one tick.
+    assert found.copy == exactly(BUFFER * 128, 5)
+    ways = ["torch.dot float32", "torch.sum float32", "torch.sum bfloat16"]
+    ways += [f"matrix-vector product {dtype}" for dtype in found.dtypes]
+    assert found.reads == dict.fromkeys(ways, exactly(BUFFER * 128, 5))
+    assert found.read_bandwidth == found.read_ceiling == BUFFER * 128
+    assert found.dtypes == ("float32", "bfloat16", "float16")
+    assert [(point.dtype, point.rows, point.streamed) for point in found.products] == [
+        (dtype, rows, streamed) for dtype in found.dtypes for streamed in (True, False) for rows in ROWS
+    ]
+    for point in found.products:
+        assert point.width == WIDTH
+        assert point.rate == exactly(2 * point.rows * WIDTH * WIDTH * 128, 5)
+    assert found.peak("bfloat16") == found.peak_ceiling("bfloat16") == 2 * 16 * WIDTH * WIDTH * 128
+    # 200 operators in one tick; 100 of the linear ones.
+    assert found.launch == found.launch_synced == exactly(2.0**-7 / 200, 5)
+    assert found.launch_linear == dict.fromkeys(found.dtypes, exactly(2.0**-7 / 100, 5))
+    assert found.all_reduce is None and found.skipped == ()
+    assert (found.device, found.threads) == ("cpu", torch.get_num_threads())
+    assert found.provenance["machine"]["cpu"] == found.device_name
+
+
+def test_short_things_are_repeated_until_a_sample_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "now", Ticks(2.0**-13))  # 0.12 ms; a sample is to last 1 ms
+    found = calibrate("cpu", budget_s=100.0)
+    assert found.copy == exactly(BUFFER * 9 * 2**13, 5)
+
+
+def test_rounds_stop_at_the_budget(ticks: Ticks) -> None:
+    full = calibrate("cpu", budget_s=100.0)
+    assert calibrate("cpu", budget_s=4.0, fresh=True).rounds < full.rounds
+    little = calibrate("cpu", budget_s=2.0**-9, fresh=True)
+    assert little.rounds == 1
+    assert little.skipped[0] == "float32 product of 4 rows, streamed: too slow for the budget"
+    assert [point.rows for point in little.products] == [1] * 6
+    assert len(little.skipped) == 12, "nothing is left out without being named"
+
+
+def test_an_unsupported_dtype_is_named(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_half(device: str, dtype: str) -> torch.dtype:
+        if dtype == "float16":
+            raise DeviceError("device 'cpu' cannot compute in float16 (not implemented)")
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("nanoinfer.models.registry.check_dtype", no_half)
+    found = calibrate("cpu", budget_s=100.0)
+    assert found.dtypes == ("float32", "bfloat16")
+    assert found.skipped == ("device 'cpu' cannot compute in float16 (not implemented)",)
+    with pytest.raises(DeviceError, match=r"^'float16' was not calibrated on cpu; did you mean 'bfloat16'"):
+        found.peak("float16")
+
+
+def test_on_the_true_clock() -> None:
+    found = calibrate("cpu", budget_s=BUDGET)
+    readings = [found.copy, found.launch, found.launch_synced, *found.reads.values(), *found.launch_linear.values()]
+    for reading in [*readings, *(point.rate for point in found.products)]:
+        assert 0 < reading.low <= reading.median <= reading.high < math.inf
+        assert reading.n == found.rounds
+    assert found.read_bandwidth <= found.read_ceiling
+    assert found.peak("float32") <= found.peak_ceiling("float32")
+    assert found.budget_s == BUDGET
+
+
+def test_json_round_trip(ticks: Ticks) -> None:
+    found = calibrate("cpu", budget_s=100.0)
+    back = Calibration.from_json(json.loads(json.dumps(found.to_json())))
+    assert back == found and back.provenance == found.provenance
+    with_ranks = dataclasses.replace(found, all_reduce=AllReduce(4, 8192, exactly(1e-5, 50)))
+    assert Calibration.from_json(json.loads(json.dumps(with_ranks.to_json()))) == with_ranks
+
+
+def test_the_cache_is_used_and_kept_apart(ticks: Ticks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = calibrate("cpu", budget_s=100.0)
+    assert [path.name for path in (tmp_path / "calibration").iterdir()] == [cache_path("cpu").name]
+    reads = ticks.reads
+    assert calibrate("cpu", budget_s=100.0) == first
+    assert calibrate("cpu", budget_s=50.0) == first, "a larger budget's result serves a smaller one"
+    assert ticks.reads == reads, "a hit reads no clock"
+    calibrate("cpu", budget_s=200.0)
+    assert ticks.reads > reads, "a result of a smaller budget does not serve a larger one"
+    reads = ticks.reads
+    calibrate("cpu", budget_s=100.0, fresh=True)
+    assert ticks.reads > reads
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    reads = ticks.reads
+    calibrate("cpu", budget_s=100.0)
+    assert ticks.reads > reads, "another number of threads is another machine"
+    assert len(list((tmp_path / "calibration").iterdir())) == 2
+
+
+def test_a_disturbed_result_says_so_and_is_not_kept(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
+    for queued, share in ((100, 0.1), (300, 0.25)):
+        times = iter([(5_000, 70), (5_900, 70 + queued)])
+        monkeypatch.setattr(module, "scheduled", lambda times=times: next(times))
+        found = calibrate("cpu", budget_s=100.0, fresh=True)
+        assert found.waited == share
+        assert found.disturbed == (share > 0.1)
+        assert cache_path("cpu").exists() != found.disturbed
+        cache_path("cpu").unlink(missing_ok=True)
+    monkeypatch.setattr(module, "scheduled", lambda: None)
+    assert calibrate("cpu", budget_s=100.0).waited is None
+
+
+def test_time_spent_queueing_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    told = module.scheduled()
+    assert (told is not None) == Path("/proc/self/schedstat").exists()
+    assert told is None or min(told) >= 0
+    assert module.waited_share(None, None) is None
+    assert module.waited_share((1, 1), (1, 1)) is None
+
+
+def damaged(text: str) -> Iterator[str]:
+    yield from ("", "{", "[]", "null", "{}", text[: len(text) // 2])
+    data = json.loads(text)
+    yield json.dumps({**data, "key": {}})
+    yield json.dumps({**data, "calibration": {**data["calibration"], "copy": None}})
+    yield json.dumps({**data, "calibration": {**data["calibration"], "more": 1}})
+    negative = {"median": -1.0, "low": -1.0, "high": -1.0, "n": 3}
+    yield json.dumps({**data, "calibration": {**data["calibration"], "copy": negative}})
+
+
+def test_a_damaged_cache_is_measured_again(ticks: Ticks) -> None:
+    first = calibrate("cpu", budget_s=100.0)
+    path = cache_path("cpu")
+    for text in damaged(path.read_text(encoding="utf-8")):
+        path.write_text(text, encoding="utf-8")
+        reads = ticks.reads
+        again = calibrate("cpu", budget_s=100.0)
+        assert ticks.reads > reads, text[:80]
+        assert (again.copy, again.products) == (first.copy, first.products)
+        assert Calibration.from_json(json.loads(path.read_text(encoding="utf-8"))["calibration"]) == again
+    path.write_bytes(b"\xff\xfe")
+    assert calibrate("cpu", budget_s=100.0).copy == first.copy
+
+
+def test_rates_between_the_measured_rows(ticks: Ticks) -> None:
+    found = calibrate("cpu", budget_s=100.0)
+    points = tuple(Product("float32", rows, 64, False, exactly(rate, 3)) for rows, rate in ((16, 800.0), (1, 100.0)))
+    streamed = (Product("float32", 1, 64, True, exactly(5.0, 3)),)
+    found = dataclasses.replace(found, products=points + streamed)
+    assert [found.flops_at("float32", rows) for rows in (1, 16, 99)] == [100.0, 800.0, 800.0]
+    assert found.flops_at("float32", 4) == pytest.approx(math.sqrt(100 * 800))
+    assert found.flops_at("float32", 4, streamed=True) == 5.0
+    with pytest.raises(NanoinferError, match="rows must be at least 1, got 0"):
+        found.flops_at("float32", 0)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(DeviceError, match="unknown device 'tpu'"):
+        calibrate("tpu")
+    for budget in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(NanoinferError, match="budget must be a positive number"):
+            calibrate("cpu", budget_s=budget)
+    for values in ((1.0, 2.0, 3.0, 1), (0.0, 0.0, 0.0, 1), (1.0, 1.0, 1.0, 0), (math.nan, 1.0, 2.0, 1)):
+        with pytest.raises(ValueError, match="not a reading"):
+            Reading(*values)
+
+
+def _rank(rank: int, folder: str, store: str) -> None:
+    import os
+
+    os.environ["NANOINFER_CACHE"] = folder
+    module.BUFFER_BYTES, module.WIDTH["cpu"], module.ROWS["cpu"] = BUFFER, WIDTH, ROWS
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    first = calibrate("cpu", budget_s=BUDGET)
+    assert first.all_reduce is not None
+    assert (first.all_reduce.ranks, first.all_reduce.nbytes) == (2, module.REDUCE_BYTES)
+    assert first.all_reduce.seconds.n == module.REDUCE_CALLS
+    torch.distributed.barrier()
+    if rank == 0:
+        cache_path("cpu").unlink(missing_ok=True)
+    torch.distributed.barrier()
+    # Rank 0 may write it before rank 1 looks: they must agree all the same, or one waits for ever.
+    assert calibrate("cpu", budget_s=BUDGET).all_reduce is not None
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_two_ranks_time_their_all_reduce(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_rank, args=(str(tmp_path), str(tmp_path / "store")), nprocs=2)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUFFER_BYTES", 512 << 20)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = calibrate("cuda", budget_s=15.0)
+    assert found.seconds < 15
+    assert torch.cuda.max_memory_allocated() - before < 1e9
+    assert found.launch.median < found.launch_synced.median
+    assert found.peak("bfloat16") > found.peak("float32")

@@ -1,0 +1,256 @@
+"""``simulate_serving``: figures worked out by hand, the same seed the same record, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from itertools import islice
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nanoinfer.bench.collect import Collector
+from nanoinfer.cache.blocks import BlockPool
+from nanoinfer.configs.config import SHAPES
+from nanoinfer.engines.scheduler import Scheduler
+from nanoinfer.errors import NanoinferError
+from nanoinfer.measure import metrics
+from nanoinfer.measure.trace import Trace
+from nanoinfer.predict.memory import fit
+from nanoinfer.predict.serving import Load, highest_rate, simulate_serving
+from nanoinfer.predict.serving_tables import show_simulate
+from nanoinfer.simulate.simulate import simulate, step_seconds
+from nanoinfer.simulate.virtual import Span
+from nanoinfer.theory.ragged import mixed_step
+from nanoinfer.theory.roofline import Machine
+from nanoinfer.workload.arrivals import gamma
+from nanoinfer.workload.lengths import Lengths
+
+MODEL, GPU = "smollm2-135m", "L4"
+SLO = {"ttft": 0.05, "tpot": 0.005}
+
+
+def simulated(**options: Any) -> dict[str, Any]:
+    asked = {"rate": 50.0, "requests": 400, "prompts": "uniform:10-200", "outputs": "uniform:2-60", **options}
+    return simulate_serving(MODEL, GPU, **asked)
+
+
+def test_a_lone_request_takes_what_the_roofline_says() -> None:
+    # One every ten seconds on average, so nearly all are alone; fixed lengths, so they are all alike.
+    found = simulated(rate=0.1, requests=300, prompts="100", outputs="3")
+    machine = Machine.datasheet(GPU, "bfloat16")
+    first, *rest = (
+        mixed_step(SHAPES[MODEL], machine, rows, 1).seconds for rows in ([(0, 100)], [(100, 1)], [(101, 1)])
+    )
+    latency = found["latency"]
+    assert latency["ttft"]["median"] == pytest.approx(first)
+    assert latency["tpot"]["median"] == pytest.approx(sum(rest) / 2)
+    assert latency["e2e"]["median"] == pytest.approx(first + sum(rest))
+    assert latency["wait"]["median"] == 0.0
+    assert found["engine"]["running"]["mean"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_record_is_the_plain_simulation_scored() -> None:
+    """Every figure once more: all traces kept, the plain clock, and the metrics of a whole run."""
+    found = simulated(slo=SLO)
+    blocks = fit(MODEL, GPU, context=1)["kv_blocks"]
+    assert found["engine_settings"]["kv_blocks"] == blocks
+    load = Load(400, Lengths("uniform", 10, 200), Lengths("uniform", 2, 60), 1.0, 0)
+    traces = simulate(
+        list(load.works(50.0)),
+        Scheduler(BlockPool(blocks, 16, False), 256, 2048),
+        step_seconds(SHAPES[MODEL], Machine.datasheet(GPU, "bfloat16")),
+    )
+    start, end = found["window"]["start_s"], found["window"]["end_s"]
+    assert (start, end) == (pytest.approx(0.8), 8.0)
+    due = [t for t in traces if start <= t.t_scheduled < end]
+    assert found["requests"]["measured"] == len(due) > 300
+    for name in ("ttft", "tpot", "e2e", "normalized_latency"):
+        values = metrics.collect(due, name).values
+        assert found["latency"][name]["mean"] == pytest.approx(sum(values) / len(values))
+        assert found["latency"][name]["p90"] == pytest.approx(sorted(values)[-(-len(values) * 9 // 10) - 1])
+        assert found["latency"][name]["n"] == len(values)
+    gaps = sorted(gap for t in due for gap in metrics.itl_samples(t))
+    assert found["latency"]["itl"]["n"] == len(gaps)
+    assert found["latency"]["itl"]["mean"] == pytest.approx(sum(gaps) / len(gaps))
+    assert found["latency"]["itl"]["p99"] == pytest.approx(gaps[-(-len(gaps) * 99 // 100) - 1], rel=0.001)
+    rates = metrics.throughput(traces, start, end)
+    for name in ("output_tok_s", "requests_s", "input_tok_s"):
+        assert found["rates"][name]["value"] == pytest.approx(getattr(rates, name))
+    law = metrics.little(traces, start, end)
+    assert found["concurrency"]["mean"] == pytest.approx(law.concurrency)
+    assert found["concurrency"]["little"]["error"] == pytest.approx(law.error)
+    good = metrics.goodput(due, SLO, start, end)
+    assert found["goodput"]["share"] == pytest.approx(good.share) and 0 < found["goodput"]["good"] == good.good
+    assert found["goodput"]["tok_s"] == pytest.approx(good.tok_s)
+    assert found["goodput"]["requests_s"] == pytest.approx(good.requests_s)
+
+
+def test_a_seed_gives_one_record_and_another_seed_another() -> None:
+    found = json.dumps(simulated(seed=3), allow_nan=False)
+    assert found == json.dumps(simulated(seed=3), allow_nan=False) != json.dumps(simulated(seed=4), allow_nan=False)
+
+
+def test_the_load_is_lazy_seeded_and_only_compressed_by_its_rate() -> None:
+    load = Load(10**12, Lengths("uniform", 1, 9), Lengths("lognormal", 1, 50), 0.5, 7)
+    slow, fast = (list(islice(load.works(rate), 50)) for rate in (1.0, 8.0))
+    assert [(len(w.prompt), w.output) for w in slow] == [(len(w.prompt), w.output) for w in fast]
+    assert [w.at for w in slow] == pytest.approx([8 * w.at for w in fast])
+    assert [w.at for w in slow] == list(islice(gamma(1.0, 0.5, 7), 50))
+
+
+def test_a_burst_waits_longer_than_a_steady_flow() -> None:
+    waits = [simulated(rate=300.0, burstiness=b)["latency"]["ttft"]["p99"] for b in (0.1, 1.0, 100.0)]
+    assert waits == sorted(waits, reverse=True) and waits[0] > 1.5 * waits[2]
+
+
+def test_replicas_share_the_arrivals() -> None:
+    one, two = simulated(rate=100.0), simulated(rate=200.0, requests=800, replicas=2)
+    assert two["machine"]["devices"] == 2
+    assert two["rates"]["output_tok_s"]["value"] == pytest.approx(2 * one["rates"]["output_tok_s"]["value"], rel=0.1)
+    assert two["engine"]["running"]["mean"] == pytest.approx(one["engine"]["running"]["mean"], rel=0.15)
+    assert two["latency"]["tpot"]["mean"] == pytest.approx(one["latency"]["tpot"]["mean"], rel=0.1)
+    assert two["requests"]["measured"] == pytest.approx(720, abs=60)
+
+
+def test_tensor_parallel_shortens_a_step_and_takes_more_blocks() -> None:
+    asked: dict[str, Any] = {"rate": 2.0, "requests": 100, "prompts": "uniform:10-200", "outputs": "uniform:2-60"}
+    one, two = (simulate_serving("llama-3.1-8b", "H100", tp=tp, **asked) for tp in (1, 2))
+    assert 0.5 < two["latency"]["tpot"]["mean"] / one["latency"]["tpot"]["mean"] < 0.7
+    assert two["engine_settings"]["kv_blocks"] > 2 * one["engine_settings"]["kv_blocks"]
+    assert two["machine"]["devices"] == 2
+
+
+def test_the_highest_rate_lies_between_good_and_bad() -> None:
+    found = simulated(rate=400.0, slo={"ttft": 0.02}, find=True, needed=0.9)["highest_rate"]
+    low, high = found["rate_per_s"], found["fails_at_per_s"]
+    assert 0 < low < high <= 1.021 * low
+    for tried in found["tried"]:
+        assert (tried["share"] >= 0.9) == (tried["rate_per_s"] <= low)
+
+
+class Verdicts:
+    """A service that is good up to a rate."""
+
+    def __init__(self, most: float) -> None:
+        self.most, self.asked = most, list[float]()
+
+    def __call__(self, rate: float) -> Any:
+        self.asked.append(rate)
+        found = Collector(0.0, 1.0, 1, {"ttft": 1.0})
+        found.good.add(0.5, rate <= self.most)
+        return found
+
+
+@pytest.mark.parametrize("start", [1.0, 37.0, 300.0])
+def test_the_search_finds_a_known_answer(start: float) -> None:
+    verdicts = Verdicts(37.0)
+    found = highest_rate(verdicts, start, 0.99)
+    assert 37.0 / 1.02 <= found["rate_per_s"] <= 37.0 < found["fails_at_per_s"] <= 1.02 * found["rate_per_s"]
+    assert len(verdicts.asked) == len(set(verdicts.asked)) < 20
+
+
+def test_a_search_without_an_end_stops() -> None:
+    never, always = highest_rate(Verdicts(0.0), 1.0, 0.99), highest_rate(Verdicts(1e9), 1.0, 0.99)
+    assert never["rate_per_s"] is None and never["fails_at_per_s"] == 2**-12
+    assert always["fails_at_per_s"] is None and always["rate_per_s"] == 2**12
+
+
+def test_notes_say_what_the_figures_cannot() -> None:
+    def notes(**options: Any) -> str:
+        return "\n".join(simulated(**options)["notes"])
+
+    calm = notes(rate=20.0, requests=2000)
+    assert "fused" in calm and "queue grows" not in calm and "too small" not in calm and "emptier" not in calm
+    assert "the queue grows" in notes(rate=20_000.0, requests=1000, max_running=2, token_budget=16)
+    assert "n too small for p95, p99" in notes(requests=90)
+    assert "begins emptier" in notes(rate=20_000.0, requests=300)
+    assert "No request was due" in notes(requests=1, rate=1000.0, seed=1)
+    assert "meets the limits" in notes(requests=50, slo={"e2e": 1e-9}, find=True)
+
+
+def test_preemptions_and_a_full_cache_show() -> None:
+    found = simulated(rate=3000.0, utilisation=0.013, prompts="100", outputs="100")
+    assert found["engine_settings"]["kv_blocks"] < 300
+    assert found["engine"]["preemptions"] > 0 and found["engine"]["kv_used"]["max"] == 1.0
+    assert found["concurrency"]["queued"]["mean"] > 1
+
+
+def test_the_collector_clips_steps_to_its_window() -> None:
+    found = Collector(1.0, 3.0, kv_blocks=10)
+    found.span(Span(0.0, 2.0, steps=4, rows=2, tokens=8, blocks=5))  # half of it inside
+    found.span(Span(2.5, 4.0, steps=3, rows=5, tokens=15, blocks=2))  # a third
+    engine = found.record()["engine"]
+    assert engine["busy"]["share"] == pytest.approx(0.75)
+    assert engine["steps"] == pytest.approx(3.0)
+    assert engine["running"]["mean"] == pytest.approx((1.0 * 2 + 0.5 * 5) / 1.5)
+    assert engine["kv_used"]["mean"] == pytest.approx((1.0 * 0.5 + 0.5 * 0.2) / 1.5) and engine["kv_used"]["max"] == 0.5
+
+
+def test_the_collector_leaves_out_warm_up_and_late_ones() -> None:
+    found = Collector(1.0, 2.0, 10, {"ttft": 0.5, "tpot": 0.11})
+    for at in (0.9, 1.0, 1.5, 2.0):
+        trace = Trace(at, at, t_start=at + 0.25)
+        trace.token(at + 0.5)
+        trace.token(at + 0.5 + at / 10)
+        trace.t_end = at + 0.5 + at / 10
+        found.trace(trace)
+    single = Trace(1.2, 1.2, t_start=1.2, t_end=1.3)
+    single.token(1.3)
+    found.trace(single)
+    record = found.record()
+    assert record["requests"] == {"measured": 3, "warmup": 1, "after_window": 1}
+    assert record["latency"]["wait"]["mean"] == pytest.approx(0.5 / 3)
+    assert record["latency"]["tpot"]["undefined"] == 1 and record["latency"]["tpot"]["n"] == 2
+    # 1.0 is good; 1.5 breaks TPOT; the single token has no TPOT to judge.
+    assert (record["goodput"]["good"], record["goodput"]["excluded"]) == (1, 1)
+    assert record["goodput"]["broken_by"] == {"ttft": 0, "tpot": 1}
+    # Tokens at 1.4, 1.49, 1.5, 1.6 and 1.3 fall inside; those of the late ones do not.
+    assert record["rates"]["output_tok_s"]["value"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rate": 0.0}, "--rate must be a number above 0, got 0"),
+        ({"rate": float("nan")}, "--rate must be a number above 0, got nan"),
+        ({"burstiness": -1.0}, "--burstiness must be a number above 0"),
+        ({"requests": 0}, "requests must be at least 1"),
+        ({"replicas": 0}, "replicas must be at least 1"),
+        ({"find": True}, "give one \\(--slo ttft=200ms\\)"),
+        ({"find": True, "slo": SLO, "needed": 1.5}, "share of good requests"),
+        ({"prompts": "uniform:1-8000", "outputs": "200"}, "beyond the model's context of 8192"),
+        ({"prompts": "many"}, "lengths 'many'"),
+        ({"tp": 2}, "tp 2 does not divide 9 query heads"),
+        ({"max_running": 256, "token_budget": 256}, "token_budget must be above max_running"),
+        ({"utilisation": 0.0115, "prompts": "4000"}, "cannot fit in a KV cache"),
+        ({"slo": {"speed": 1.0}}, "metric 'speed'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(NanoinferError, match=says):
+        simulated(**options)
+
+
+def test_the_tables_show_every_figure() -> None:
+    record = simulated(slo=SLO, find=True, needed=0.5, replicas=2)
+    out = io.StringIO()
+    show_simulate(Console(file=out, width=200), record)
+    text = out.getvalue()
+    for words in ("TTFT", "p99", "highest rate with 50% good", "2 x L4", "KV blocks held, mean", "broke tpot", "Note:"):
+        assert words in text, words
+    plain = io.StringIO()
+    show_simulate(Console(file=plain, width=200), simulated(requests=20))
+    assert "goodput" not in plain.getvalue() and "n too small" in plain.getvalue()
+
+
+def test_a_datasheet_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom nanoinfer.predict.serving import simulate_serving\n"
+        "simulate_serving('gpt2', 'H100', rate=5, requests=20, prompts='10', outputs='5')\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
