@@ -33,7 +33,7 @@ def bench(options: Options) -> tuple[Run | Sweep, dict[str, Any]]:
     """
     plan = Plan(options)
     if options.out is not None:
-        import nanoinfer.show.bench_report  # noqa: F401  # it needs matplotlib: better known now than after the load
+        import nanoinfer.bench.report  # noqa: F401  # it needs matplotlib: better known now than after the load
 
         options.out.mkdir(parents=True, exist_ok=True)
     engine = None if is_url(options.target) else _engine(options)
@@ -145,7 +145,7 @@ def _engine(options: Options) -> ContinuousEngine:
 
 
 def _write(out: Path, found: Run | Sweep, record: dict[str, Any]) -> None:
-    from nanoinfer.show.bench_report import html
+    from nanoinfer.bench.report import html
 
     write_whole(out / "summary.json", json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_whole(out / "report.html", html(found, record))

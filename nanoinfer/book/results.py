@@ -23,7 +23,8 @@ from string import Formatter
 from typing import Any, Self
 
 from nanoinfer.errors import ChapterError, NanoinferError, nearest
-from nanoinfer.show.html import Html, format_number, table
+from nanoinfer.show.html import Html, table
+from nanoinfer.show.text import format_number
 from nanoinfer.store import write_whole
 
 PLACEHOLDER = "(not measured in a smoke run)"

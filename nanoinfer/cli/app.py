@@ -9,11 +9,9 @@ a traceback is left for our own.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,16 +24,10 @@ from nanoinfer.cli import serving as cli_serving
 from nanoinfer.cli import talk
 from nanoinfer.errors import NanoinferError
 from nanoinfer.log import say
+from nanoinfer.show.text import as_table, console, emit
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from nanoinfer.sampling.params import SamplingParams
-
-
-def _emit(record: object) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 # --- errors, in one place -------------------------------------------------------
@@ -182,7 +174,7 @@ def generate(
             prints=not as_json,
         )
         if as_json:
-            _emit(record)
+            emit(record)
         else:
             say(ranks.figures_line(record))
         return
@@ -190,7 +182,7 @@ def generate(
 
     ready = load(model, engine, device=device, dtype=dtype, seed=seed or 0, **_speed(speed))
     if as_json:
-        _emit(talk.record(ready, text, params))
+        emit(talk.record(ready, text, params))
     else:
         talk.stream(ready, text, params)
 
@@ -222,23 +214,6 @@ def chat(
 # --- models and doctor ------------------------------------------------------------
 
 
-def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on standard output; in a pipe it is as wide as it needs to be."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    _console().print(table)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 200)
-
-
 @app.command()
 def models(as_json: Json = False) -> None:
     """List the models that have a name here, and how to get them."""
@@ -248,9 +223,10 @@ def models(as_json: Json = False) -> None:
 
     rows = [asdict(row) for row in known_models()]
     if as_json:
-        _emit(rows)
+        emit(rows)
         return
-    _print_table([key.replace("_", " ") for key in rows[0]], ([_cell(v) for v in row.values()] for row in rows))
+    header = [key.replace("_", " ") for key in rows[0]]
+    console().print(as_table((header, ([_cell(v) for v in row.values()] for row in rows))))
 
 
 def _cell(value: object) -> str:
@@ -266,7 +242,7 @@ def doctor(as_json: Json = False) -> None:
 
     report = checks.examine()
     if as_json:
-        _emit(report.as_dict())
+        emit(report.as_dict())
     else:
         for line in report.lines():
             print(line)

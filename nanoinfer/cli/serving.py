@@ -208,7 +208,7 @@ def bench(
 
 
 def _show(found: Run | Sweep, record: dict[str, Any]) -> None:
-    from nanoinfer.show import text as tables
+    from nanoinfer.bench import tables
 
     if "points" in record:
         tables.show_sweep(_console(), record)

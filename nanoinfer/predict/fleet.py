@@ -17,7 +17,7 @@ from rich.console import Console
 from nanoinfer.errors import RequestError
 from nanoinfer.predict.serving import simulate_serving
 from nanoinfer.predict.target import Target, dtype_named, target_named
-from nanoinfer.show.text import as_table, digits, ms
+from nanoinfer.show.text import as_table, format_number, ms
 from nanoinfer.theory import cost
 from nanoinfer.theory.parameters import check_sizes
 
@@ -152,20 +152,20 @@ def show_plan(console: Console, record: dict[str, Any]) -> None:
         rows.append(
             (
                 f"{one['users']:,}",
-                digits(one["load_per_s"]),
+                format_number(one["load_per_s"]),
                 f"{one['replicas']:,} + {one['spares']}",
                 f"{one['devices']:,}",
                 f"{one['load_share']:.0%}",
                 f"{ms(one['ttft_p99_s'])} ms",
                 f"{ms(one['tpot_p99_s'])} ms",
-                *(digits(one[key]) for key in ("output_tokens_per_s", "usd_per_hour", "output_usd_per_mtok")),
-                *(digits(one[key]) for key in ("watts", "tokens_per_joule")),
+                *(format_number(one[key]) for key in ("output_tokens_per_s", "usd_per_hour", "output_usd_per_mtok")),
+                *(format_number(one[key]) for key in ("watts", "tokens_per_joule")),
             )
         )
     limits = ", ".join(f"{name} {ms(limit)} ms" for name, limit in record["slo_s"].items())
     console.print(
         f"{record['model']['name']} on {machine['tp']} x {machine['name']} a replica, {machine['dtype']}: "
-        f"{digits(record['replica_rate_per_s'])} requests/s with {record['needed_share']:.0%} within {limits}",
+        f"{format_number(record['replica_rate_per_s'])} requests/s with {record['needed_share']:.0%} within {limits}",
         markup=False,
         highlight=False,
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from nanoinfer.show.text import Rows, as_table, digits, ms
+from nanoinfer.show.text import Rows, as_table, format_number, ms
 
 NAMES: Final = {
     "ttft": "TTFT",
@@ -41,12 +41,14 @@ def _interval(pair: tuple[float | None, float | None]) -> str:
 def use(record: Mapping[str, Any]) -> Rows:
     """Rates over the window, and how busy the engine was."""
     engine, there = record["engine"], record["concurrency"]
-    rows: list[tuple[str, ...]] = [(title, digits(record["rates"][name]["value"], 4)) for name, title in RATES.items()]
+    rows: list[tuple[str, ...]] = [
+        (title, format_number(record["rates"][name]["value"], 4)) for name, title in RATES.items()
+    ]
     rows += [
-        ("requests there, mean", digits(there["mean"])),
-        ("of them waiting for a first step", digits(there["queued"]["mean"])),
+        ("requests there, mean", format_number(there["mean"])),
+        ("of them waiting for a first step", format_number(there["queued"]["mean"])),
         ("time in which a step ran", f"{engine['busy']['share']:.1%}"),
-        ("sequences in a step, mean", digits(engine["running"]["mean"])),
+        ("sequences in a step, mean", format_number(engine["running"]["mean"])),
         ("a step, mean", f"{ms(engine['step_mean_s'])} ms"),
         ("KV blocks held, mean", _percent(engine["kv_used"]["mean"])),
         ("KV blocks held, most", _percent(engine["kv_used"]["max"])),
@@ -56,7 +58,7 @@ def use(record: Mapping[str, Any]) -> Rows:
 
 
 def _percent(share: float | None) -> str:
-    return digits(None) if share is None else f"{share:.1%}"
+    return format_number(None) if share is None else f"{share:.1%}"
 
 
 def goodput(record: Mapping[str, Any]) -> Rows:
@@ -68,13 +70,15 @@ def goodput(record: Mapping[str, Any]) -> Rows:
     rows: list[tuple[str, ...]] = [
         ("limits", ", ".join(f"{name} {ms(limit)} ms" for name, limit in found["slo_s"].items())),
         ("share of good requests", share),
-        ("good requests/s", digits(found["requests_s"])),
+        ("good requests/s", format_number(found["requests_s"])),
         *((f"broke {name}", f"{n:,}") for name, n in found["broken_by"].items()),
     ]
     if found["excluded"]:
         rows.append(("without a value to judge, left out", f"{found['excluded']:,}"))
     if highest is not None:
-        rows.append((f"highest rate with {highest['needed_share']:.0%} good", f"{digits(highest['rate_per_s'])}/s"))
+        rows.append(
+            (f"highest rate with {highest['needed_share']:.0%} good", f"{format_number(highest['rate_per_s'])}/s")
+        )
     return ("goodput", "value"), rows
 
 

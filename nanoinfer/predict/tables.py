@@ -9,27 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanoinfer.show.text import as_table, si
+
 WAYS = ("tp", "pp", "cp", "ep", "replicas")
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
-
-
-def si(value: float, unit: str) -> str:
-    """Four digits and a prefix: ``16.06 GB``, ``4.48 ms``."""
-    if value == 0:
-        return f"0 {unit}"
-    scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), PREFIXES[-1])
-    shown = value / scale
-    return f"{shown:,.0f} {prefix}{unit}" if shown >= 1000 else f"{shown:.4g} {prefix}{unit}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """First column left, figures right."""
-    table = Table(box=None, pad_edge=False, show_header=any(header))
-    for i, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    return as_table((header, rows))
 
 
 def _print(console: Console, *parts: Table | str) -> None:

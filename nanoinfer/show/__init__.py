@@ -1,8 +1,10 @@
-"""What a chapter shows: figures, tables, live controls, and the numbers its prose quotes."""
+"""How results are shown: terminal text, accessible HTML tables, figures for both themes, live controls.
 
-from nanoinfer.book.results import Results, ledger_table
+Read `text` first. A chapter imports from here.
+"""
+
 from nanoinfer.show.figure import figure
 from nanoinfer.show.html import Html, table
 from nanoinfer.show.widgets import Choice, Entry, Slider, panel
 
-__all__ = ["Choice", "Entry", "Html", "Results", "Slider", "figure", "ledger_table", "panel", "table"]
+__all__ = ["Choice", "Entry", "Html", "Slider", "figure", "panel", "table"]

@@ -7,12 +7,13 @@ once, so that no chapter writes HTML.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from nanoinfer.show.text import format_number
 
 # Each output carries its own few rules: JupyterLab loads no style sheet of the book's.
 # The theme paints a light panel behind HTML outputs and images in the dark and hides a caption that
@@ -60,22 +61,6 @@ class Html:
 
     def __repr__(self) -> str:
         return self.text
-
-
-def format_number(value: float, digits: int = 3) -> str:
-    """Write a number to ``digits`` significant digits, never cutting whole digits off: ``12,346``, ``0.0123``.
-
-    Whole numbers (``int``) are written in full.
-    """
-    if isinstance(value, int):
-        return f"{value:,}"
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    rounded = float(f"{value:.{digits - 1}e}")
-    exponent = math.floor(math.log10(abs(rounded)))
-    if not -6 <= exponent < 15:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> Html:

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from nanoinfer.bench import tables
 from nanoinfer.bench.progress import Progress
 from nanoinfer.bench.run import ClientHealth
 from nanoinfer.bench.summary import ErrorBudget, summarise, wilson
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure import metrics
-from nanoinfer.show import text as tables
+from nanoinfer.show.text import format_number
 from tests.bench.made import golden, run, trace
 
 SLO = {"ttft": 0.5, "tpot": 0.05}
@@ -276,10 +277,19 @@ def test_the_tables_say_what_the_record_says() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0, "0"), (0.0, "0"), (0.41234, "0.412"), (9.999, "10.0"), (20, "20.0"), (1234.5, "1,234")],
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.0, "0"),
+        (0.41234, "0.412"),
+        (9.999, "10.0"),
+        (20.0, "20.0"),
+        (20, "20"),
+        (1234.5, "1,234"),
+    ],
 )
-def test_digits(value: float | None, text: str) -> None:
-    assert tables.digits(value) == text
+def test_significant_digits(value: float | None, text: str) -> None:
+    assert format_number(value) == text
 
 
 def test_progress_writes_plain_lines_where_there_is_no_terminal() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from nanoinfer.bench import tables
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.sweep import Point, Sweep, parse_levels, sweep
 from nanoinfer.errors import RequestError
-from nanoinfer.show import text as tables
 from tests.bench.made import run, trace
 
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanoinfer.show.html import format_number, table
+from nanoinfer.show.html import table
+from nanoinfer.show.text import format_number
 
 
 @pytest.mark.parametrize(

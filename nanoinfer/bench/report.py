@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
+from nanoinfer.bench import tables
+from nanoinfer.bench.plots import Plot, run_plots, sweep_plots
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.slo import slo_text
 from nanoinfer.bench.sweep import Sweep
-from nanoinfer.show import text as tables
-from nanoinfer.show.bench_plots import Plot, run_plots, sweep_plots
 from nanoinfer.show.figure import DARK, LIGHT, Theme, render
 from nanoinfer.show.html import table
+from nanoinfer.show.text import Rows, format_number, ms
 
 SIZE: Final = (6.0, 3.6)  # inches of 96 CSS pixels: its text is still read at a phone's width
 #: Colours that nothing else draws in, each to be replaced by a variable of the style sheet.
@@ -100,11 +101,11 @@ def headline(record: Mapping[str, Any]) -> str:
     found, rates, window = record["requests"], record["rates"], record["window"]
     text = (
         f"{found['ok']:,} of {found['attempted']:,} requests ended well; "
-        f"{tables.digits(rates['output_tok_s']['value'])} output tokens/s "
-        f"in a window of {tables.digits(window['seconds'])} s."
+        f"{format_number(rates['output_tok_s']['value'])} output tokens/s "
+        f"in a window of {format_number(window['seconds'])} s."
     )
     middle = [
-        f"{tables.NAMES[name]} {tables.ms(record['latency'][name]['median'])} ms"
+        f"{tables.NAMES[name]} {ms(record['latency'][name]['median'])} ms"
         for name in ("ttft", "tpot", "e2e")
         if record["latency"][name]["median"] is not None
     ]
@@ -141,8 +142,8 @@ def _warnings(beyond: Sequence[str], notes: Sequence[str]) -> Iterable[str]:
         yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
 
 
-def _table(rows: tables.Rows, caption: str) -> str:
-    return f'<div class="figures">{table(*rows, caption).body}</div>'
+def _table(rows: Rows, caption: str) -> str:
+    return f'<div class="figures">{table(rows[0], list(rows[1]), caption).body}</div>'
 
 
 def _figures(plots: Iterable[Plot]) -> str:

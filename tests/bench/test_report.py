@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from nanoinfer.bench.report import CSS, headline, html
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.sweep import Sweep, sweep
+from nanoinfer.bench.tables import verdict
 from nanoinfer.measure import metrics
-from nanoinfer.show.bench_report import CSS, headline, html
 from nanoinfer.show.figure import DARK, LIGHT
-from nanoinfer.show.text import verdict
 from tests.bench.made import golden, run, trace
 
 SLO = {"ttft": 0.5, "tpot": 0.05}

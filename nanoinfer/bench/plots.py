@@ -15,7 +15,7 @@ from nanoinfer.bench.run import Run
 from nanoinfer.bench.slo import slo_text
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import percentile
-from nanoinfer.show.text import Rows, digits, ms
+from nanoinfer.show.text import Rows, format_number, ms
 
 #: Equal parts of the window in the figures over time.
 PARTS: Final = 20
@@ -123,14 +123,17 @@ def _bars(title: str, unit: str, starts: Sequence[float], part: float, values: S
 
     def draw(axes: Axes) -> None:
         axes.stairs(values, [*starts, starts[-1] + part], baseline=None, color="C0", linewidth=2.2)
-        axes.axhline(mean, color="C1", linestyle="--", label=f"mean {digits(mean)}")
+        axes.axhline(mean, color="C1", linestyle="--", label=f"mean {format_number(mean)}")
         axes.set(xlabel="seconds since the window began", ylabel=unit, ylim=(0, best * 1.1 or 1))
         _legend(axes)
 
-    rows = [(f"{start:.4g} to {start + part:.4g}", digits(value)) for start, value in zip(starts, values, strict=True)]
+    rows = [
+        (f"{start:.4g} to {start + part:.4g}", format_number(value))
+        for start, value in zip(starts, values, strict=True)
+    ]
     alt = (
-        f"{title} over the window, in {len(values)} parts of {digits(part)} s: mean {digits(mean)}, "
-        f"lowest {digits(min(values))}, highest {digits(best)}."
+        f"{title} over the window, in {len(values)} parts of {format_number(part)} s: mean {format_number(mean)}, "
+        f"lowest {format_number(min(values))}, highest {format_number(best)}."
     )
     return Plot(draw, alt, f"{title} over the window", (("seconds", unit), rows))
 
@@ -163,8 +166,8 @@ def _first_tokens(run: Run, spans: Sequence[tuple[float, float]], part: float) -
     first, last = lines["median"][0], lines["median"][-1]
     yield Plot(
         draw,
-        f"Time to first token by when the request was due, in parts of {digits(part)} s: the median is "
-        f"{digits(first)} ms in the first part with requests and {digits(last)} ms in the last.",
+        f"Time to first token by when the request was due, in parts of {format_number(part)} s: the median is "
+        f"{format_number(first)} ms in the first part with requests and {format_number(last)} ms in the last.",
         "Time to first token over the window: a line that climbs is a queue that grows",
         (("due, seconds", "n", "failed", "median ms", "worst ms"), rows),
     )
@@ -207,12 +210,13 @@ def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
         _legend(axes)
 
     rows = [
-        (f"{p['level']:g}", digits(rate, 4), *(ms(values[i]) for values in lines.values()))
+        (f"{p['level']:g}", format_number(rate, 4), *(ms(values[i]) for values in lines.values()))
         for i, (p, rate) in enumerate(zip(points, x, strict=True))
     ]
     alt = (
         f"Median latencies against output tokens per second, a point a level, labelled in {unit}: from "
-        f"{digits(x[0])} tokens/s at {ms(lines['end to end'][0])} ms end to end to {digits(x[-1])} tokens/s at "
+        f"{format_number(x[0])} tokens/s at {ms(lines['end to end'][0])} ms end to end "
+        f"to {format_number(x[-1])} tokens/s at "
         f"{ms(lines['end to end'][-1])} ms. The knee lies at {knee:g} {unit}."
     )
     return Plot(draw, alt, "Latency against throughput", ((unit, "tok/s", *(f"{t}, ms" for t in lines)), rows))
@@ -233,7 +237,7 @@ def _goodput(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> 
         _legend(axes)
 
     rows = [
-        (f"{level:g}", f"{share:.1f}%", f"{100 * low:.1f} to {100 * high:.1f}%", digits(rate))
+        (f"{level:g}", f"{share:.1f}%", f"{100 * low:.1f} to {100 * high:.1f}%", format_number(rate))
         for level, share, (low, high), rate in zip(levels, shares, intervals, rates, strict=True)
     ]
     alt = (
