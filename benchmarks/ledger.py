@@ -23,18 +23,18 @@ from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
 
-WAYS: dict[str, Speed] = {
-    "plain": Speed(),
-    "fused projections": Speed(fuse=True),
-    "packed weights": Speed(fuse=True, pack=True),
-    "compiled layers": Speed(fuse=True, pack=True, compiled=True),
-    "int8 rows": Speed(fuse=True, weights="int8"),
-    "int4 groups": Speed(fuse=True, weights="int4"),
-    "one kernel": Speed(kernel=True),
-    "one kernel, int8": Speed(kernel=True, weights="int8"),
+WAYS: dict[str, Optimizations] = {
+    "plain": Optimizations(),
+    "fused projections": Optimizations(fuse=True),
+    "packed weights": Optimizations(fuse=True, pack=True),
+    "compiled layers": Optimizations(fuse=True, pack=True, compiled=True),
+    "int8 rows": Optimizations(fuse=True, weights="int8"),
+    "int4 groups": Optimizations(fuse=True, weights="int4"),
+    "one kernel": Optimizations(kernel=True),
+    "one kernel, int8": Optimizations(kernel=True, weights="int8"),
 }
 EXACT = ("plain", "fused projections", "packed weights", "compiled layers", "one kernel")
 BATCHES = (1, 4, 8, 16, 32)

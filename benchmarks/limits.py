@@ -28,7 +28,7 @@ from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.theory.arithmetic import kv_bytes, prefill_flops
 
 ROWS, LONG, CONTEXT = 32, 512, 96
@@ -36,8 +36,8 @@ READ_BYTES = 2**29  # far beyond any cache
 FIRST_TOKEN = """
 import time; start = time.perf_counter()
 import nanoinfer
-from nanoinfer.optimize.options import Speed
-engine = nanoinfer.load({model!r}, "continuous", dtype={dtype!r}, speed=Speed(kernel=True))
+from nanoinfer.optimize.options import Optimizations
+engine = nanoinfer.load({model!r}, "continuous", dtype={dtype!r}, speed=Optimizations(kernel=True))
 engine.generate("The sea", nanoinfer.SamplingParams(max_tokens=1))
 print(time.perf_counter() - start)
 """
@@ -57,7 +57,7 @@ def turn_about(takes: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 def bandwidth(loaded: LoadedModel, rounds: int) -> dict[str, Any]:
     """Bytes a second that a kernel's step of one row reads, beside what reading alone reaches."""
     kernel = DecodeKernel(loaded.model)
-    engine = ContinuousEngine(loaded, max_running=1, cache_tokens=256, speed=Speed(kernel=True))
+    engine = ContinuousEngine(loaded, max_running=1, cache_tokens=256, speed=Optimizations(kernel=True))
     buffer = torch.randn(READ_BYTES // 4)
     table = engine.pool.open([])
     engine.pool.grow(table, CONTEXT + 1)
@@ -97,7 +97,7 @@ def ragged(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, An
 
     many = {"ragged": texts(lengths), "alike": texts([mean] * ROWS)}
     found = {}
-    for name, speed in {"plain": Speed(), "kernel": Speed(kernel=True)}.items():
+    for name, speed in {"plain": Optimizations(), "kernel": Optimizations(kernel=True)}.items():
         engine = ContinuousEngine(loaded, token_budget=2**15, cache_tokens=2**15, share_prefixes=False, speed=speed)
 
         def rate(prompts: list[list[int]], engine: ContinuousEngine = engine) -> float:

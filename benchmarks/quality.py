@@ -31,11 +31,11 @@ from nanoinfer.measure.quality import kl_and_agreement, token_nll
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.calibrated import Calibration, channel_energy
 from nanoinfer.optimize.cpu_kernel import GROUP, DecodeKernel, Weights
 from nanoinfer.optimize.options import Quantised
 from nanoinfer.optimize.quantise import bits_per_weight, quantise
-from nanoinfer.optimize.twin import twin
 
 WINDOW = 512
 #: KL divergence from float32 that a way may cost and still be offered as a default, in nats.
@@ -111,7 +111,7 @@ def main() -> None:
         return Way(lambda window: by_kernel(loaded, window, step), bits)
 
     def quantised(weights: Quantised, calibration: Calibration | None = None, group: int = 32) -> Way:
-        model = twin(narrow.model)
+        model = share_weights(narrow.model)
         quantise(model, weights, calibration, group)
         return plain(model)
 

@@ -27,7 +27,7 @@ from nanoinfer.engines.load import load
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import ttft_service
 from nanoinfer.measure.stats import present, ratio_of_medians
-from nanoinfer.optimize.options import spoken
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.workload.workload import log_normal_work
 
 USERS, REQUESTS, LENGTHS = 32, 96, (16, 128)
@@ -64,7 +64,7 @@ async def rate(target: Target, vocab: int, seed: int) -> tuple[float, float]:
 async def compare(model: str, dtype: str, speed: str, rounds: int) -> dict[str, Any]:
     """Both, turn about; the first round warms up."""
     found: dict[str, list[tuple[float, float]]] = {"in process": [], "server": []}
-    engine: Any = load(model, "continuous", dtype=dtype, speed=spoken(speed))
+    engine: Any = load(model, "continuous", dtype=dtype, speed=Optimizations.parse(speed))
     vocab = engine.config.vocab_size
     with server(model, dtype, speed) as address:
         targets: dict[str, Target] = {"in process": EngineTarget(engine), "server": await HttpTarget.connect(address)}

@@ -9,7 +9,7 @@ import protocol
 import nanoinfer
 from nanoinfer import SamplingParams
 from nanoinfer.models.registry import load_model
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 
 
 def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
@@ -20,7 +20,7 @@ def load(settings: dict[str, Any]) -> tuple[protocol.Run, str]:
         name: nanoinfer.load(
             model,
             "continuous",
-            speed=Speed(**speed),
+            speed=Optimizations(**speed),
             max_running=rows,
             cache_tokens=rows * length,
             token_budget=rows * length,  # all prompts in one step, as with the others

@@ -128,10 +128,10 @@ def _engine(options: Options) -> ContinuousEngine:
     """The engine that ``nanoinfer serve`` would have, without the server around it."""
     from nanoinfer.engines.continuous import ContinuousEngine
     from nanoinfer.engines.load import load
-    from nanoinfer.optimize.options import spoken
+    from nanoinfer.optimize.options import Optimizations
 
     words = options.speed
-    speed = {} if words is None else {"speed": spoken(words)}
+    speed = {} if words is None else {"speed": Optimizations.parse(words)}
     engine = load(
         options.target,
         "auto" if words is None else "continuous",

@@ -108,7 +108,9 @@ MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the l
 Seed = Annotated[int | None, typer.Option(help="Of sampling, and of random weights.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")]
 EngineName = Annotated[str, typer.Option("--engine", help="naive, cached, batched, continuous, speculative or auto.")]
-SpeedWords = Annotated[str | None, typer.Option("--speed", help="Such as kernel,int8 or fuse,pack (see `Speed`).")]
+SpeedWords = Annotated[
+    str | None, typer.Option("--speed", help="Such as kernel,int8 or fuse,pack (see `Optimizations`).")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -130,9 +132,9 @@ def _params(
 
 def _speed(words: str | None) -> dict[str, Any]:
     """An engine's option, where it was asked for."""
-    from nanoinfer.optimize.options import Speed
+    from nanoinfer.optimize.options import Optimizations
 
-    return {} if words is None else {"speed": Speed.parse(words)}
+    return {} if words is None else {"speed": Optimizations.parse(words)}
 
 
 @app.command()

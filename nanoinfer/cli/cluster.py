@@ -43,7 +43,10 @@ def serve(
         str | None, typer.Option(envvar="NANOINFER_API_KEY", help="That clients must give; none is asked if not set.")
     ] = None,
     speed: Annotated[
-        str, typer.Option(help="Such as kernel,int8 (see `Speed`), plain, or auto: each replica tries what is best.")
+        str,
+        typer.Option(
+            help="Such as kernel,int8 (see `Optimizations`), plain, or auto: each replica tries what is best."
+        ),
     ] = "plain",
     device: Device = "cpu",
     dtype: Dtype = "bfloat16",

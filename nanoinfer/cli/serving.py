@@ -80,7 +80,7 @@ def serve(
     ] = None,
     speed: Annotated[
         str | None,
-        typer.Option(help="Such as kernel,int8 (see `Speed`), or plain; if not given, a short trial finds it."),
+        typer.Option(help="Such as kernel,int8 (see `Optimizations`), or plain; if not given, a short trial finds it."),
     ] = None,
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",

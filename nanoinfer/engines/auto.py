@@ -22,35 +22,35 @@ from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import machine_key
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.store import cache_file, write_whole
 
 #: For prompts: products as large and as few as they can be.
-PROMPTS = Speed(fuse=True, pack=True)
-WAYS: dict[str, dict[str, Speed]] = {
+PROMPTS = Optimizations(fuse=True, pack=True)
+WAYS: dict[str, dict[str, Optimizations]] = {
     "cpu": {
         "plain": PLAIN,
         "packed": PROMPTS,
-        "kernel": Speed(kernel=True),
-        "kernel, packed for prompts": Speed(kernel=True, fuse=True, pack=True),
+        "kernel": Optimizations(kernel=True),
+        "kernel, packed for prompts": Optimizations(kernel=True, fuse=True, pack=True),
     },
     "cuda": {
         "plain": PLAIN,
-        "fused": Speed(fuse=True),
-        "graphs": Speed(fuse=True, graphs=True),
-        "compiled, graphs": Speed(fuse=True, compiled=True, graphs=True),
+        "fused": Optimizations(fuse=True),
+        "graphs": Optimizations(fuse=True, graphs=True),
+        "compiled, graphs": Optimizations(fuse=True, compiled=True, graphs=True),
     },
 }
 ROUNDS, PROMPT, NEW = 4, 64, 32
 MOST_SECONDS = 20.0  # no further round is begun after so long
 
 
-def quickest(loaded: LoadedModel) -> Speed:
+def quickest(loaded: LoadedModel) -> Optimizations:
     """The way that answers quickest, tried once and then remembered."""
     path = _path(loaded)
     with contextlib.suppress(OSError, ValueError, TypeError, RequestError):
-        return Speed(**json.loads(path.read_text(encoding="utf-8")))
+        return Optimizations(**json.loads(path.read_text(encoding="utf-8")))
     seconds = trial(loaded)
     name = min(seconds, key=lambda way: seconds[way])
     told = ", ".join(f"{way} {s:.2f} s" for way, s in seconds.items())
@@ -62,7 +62,7 @@ def quickest(loaded: LoadedModel) -> Speed:
     return ways(loaded)[name]
 
 
-def ways(loaded: LoadedModel) -> dict[str, Speed]:
+def ways(loaded: LoadedModel) -> dict[str, Optimizations]:
     """What there is to try on this model's device."""
     device = next(loaded.model.parameters()).device.type
     return WAYS.get(device, {"plain": PLAIN})
@@ -90,7 +90,7 @@ def trial(loaded: LoadedModel) -> dict[str, float]:
     return {name: min(times[1:]) for name, times in found.items()}
 
 
-def _has_room(loaded: LoadedModel, way: Speed) -> bool:
+def _has_room(loaded: LoadedModel, way: Optimizations) -> bool:
     """Whether the weights that this way lays out anew fit beside the model."""
     copies = way.kernel + (way.fuse or way.pack)
     weight = next(loaded.model.parameters())

@@ -30,13 +30,13 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.apply import quicken
+from nanoinfer.optimize.apply import apply_optimizations
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
 
-PLAIN = Speed()
+PLAIN = Optimizations()
 
 
 class ContinuousEngine(Engine):
@@ -68,7 +68,7 @@ class ContinuousEngine(Engine):
         block_size: int = 8,
         cache_tokens: int | None = None,
         share_prefixes: bool = True,
-        speed: Speed = PLAIN,
+        speed: Optimizations = PLAIN,
     ) -> None:
         super().__init__(loaded)
         sizes = {"max_running": max_running, "token_budget": token_budget, "block_size": block_size}
@@ -79,7 +79,7 @@ class ContinuousEngine(Engine):
         tokens = self._affordable_tokens(max_running, block_size) if cache_tokens is None else cache_tokens
         self.pool = BlockPool(tokens // block_size, block_size, share_prefixes)
         self.scheduler = Scheduler(self.pool, max_running, token_budget)
-        self.model = quicken(loaded.model, speed)
+        self.model = apply_optimizations(loaded.model, speed)
         self.kernel: DecodeKernel | DecodeGraphs | None = None
         if speed.kernel:
             self.kernel = DecodeKernel(loaded.model, "int8" if speed.weights else None)

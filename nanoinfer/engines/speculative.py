@@ -25,14 +25,14 @@ from nanoinfer.engines.request import Event, Request
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.apply import quicken
+from nanoinfer.optimize.apply import apply_optimizations
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample
 
 LOOKUP = "prompt-lookup"
 BLOCK_SIZE = 8
-PLAIN = Speed()
+PLAIN = Optimizations()
 
 
 @dataclass
@@ -96,7 +96,7 @@ class SpeculativeEngine(Engine):
     name = "speculative"
 
     def __init__(
-        self, loaded: LoadedModel, *, draft: str | LoadedModel = LOOKUP, n_draft: int = 4, speed: Speed = PLAIN
+        self, loaded: LoadedModel, *, draft: str | LoadedModel = LOOKUP, n_draft: int = 4, speed: Optimizations = PLAIN
     ) -> None:
         given: Any = n_draft
         if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
@@ -106,7 +106,7 @@ class SpeculativeEngine(Engine):
         super().__init__(loaded)
         self.n_draft = int(n_draft)
         self.draft = None if draft == LOOKUP else self._fitting(draft)
-        self.model = quicken(loaded.model, speed)
+        self.model = apply_optimizations(loaded.model, speed)
         self.kernel = DecodeKernel(loaded.model, "int8" if speed.weights else None) if speed.kernel else None
         self.speculation = Speculation()
 

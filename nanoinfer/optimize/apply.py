@@ -1,33 +1,48 @@
-"""One idea on top of the other: a model as :class:`~nanoinfer.optimize.options.Speed` wants it."""
+"""Apply :class:`~nanoinfer.optimize.options.Optimizations` to a model, without touching the model that was loaded."""
 
 from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import TypeVar
+
+from torch import nn
 
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.optimize.compiled import compile_layers
 from nanoinfer.optimize.fuse import fuse
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.optimize.pack import pack
 from nanoinfer.optimize.quantise import quantise
-from nanoinfer.optimize.twin import twin
+
+Net = TypeVar("Net", bound=nn.Module)
 
 
-def quicken(model: GPT2 | Llama, speed: Speed) -> GPT2 | Llama:
-    """The model, or where something in it has to be different, a twin that shares what it does not replace.
+def share_weights(model: Net) -> Net:
+    """A second set of modules, to be changed in place, over the parameters and buffers of ``model``: none is copied."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def apply_optimizations(model: GPT2 | Llama, speed: Optimizations) -> GPT2 | Llama:
+    """The model itself if no module has to change, else a copy that shares every weight that stays as it is.
+
+    The kernel and CUDA graphs change no module: they belong to the engine's step.
 
     Raises:
-        DeviceError: an idea that this device or dtype does not have.
+        DeviceError: an optimization that this device, dtype or family does not have.
     """
-    weights = None if speed.kernel else speed.weights  # the kernel's are its own
+    weights = None if speed.kernel else speed.weights  # the kernel packs its own
     if not (speed.fuse or speed.pack or speed.compiled or weights):
         return model
-    quick = twin(model)
+    model = share_weights(model)
     if speed.fuse:
-        fuse(quick)
+        fuse(model)
     if weights is not None:
-        quantise(quick, weights)
+        quantise(model, weights)
     if speed.pack:
-        pack(quick)
+        pack(model)
     if speed.compiled:
-        compile_layers(quick)
-    return quick
+        compile_layers(model)
+    return model

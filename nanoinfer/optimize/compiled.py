@@ -99,7 +99,7 @@ def compile_layers(model: GPT2 | Llama) -> None:
     Without a working compiler the model stays as it is, and a line on stderr says so.
 
     Args:
-        model: a twin (:func:`nanoinfer.optimize.twin.twin`), in its last shape: whatever replaces modules comes before.
+        model: from :func:`~nanoinfer.optimize.apply.share_weights`, after everything else that replaces its modules.
 
     Raises:
         DeviceError: for a model with experts.

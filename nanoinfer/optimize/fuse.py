@@ -54,7 +54,7 @@ def fuse(model: GPT2 | Llama) -> None:
     """Join projections of the same input, in place: q, k and v; gate and up. GPT-2 has nothing to join.
 
     Args:
-        model: a copy (:func:`~nanoinfer.optimize.twin.twin`). Joined weights are new memory, plain ``nn.Linear``.
+        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Joined weights are new memory, plain ``nn.Linear``.
     """
     if isinstance(model, GPT2):
         return

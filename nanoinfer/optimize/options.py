@@ -1,4 +1,4 @@
-"""What a step may use beside the plain model. Every field can be taken away again, and the greedy fp32 tokens stay."""
+"""Which optimizations a step uses. Greedy float32 tokens stay the same with each but quantised weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Quantised = Literal["int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
-class Speed:
+class Optimizations:
     """How steps are computed. All off is the reference.
 
     Args:
@@ -24,6 +24,9 @@ class Speed:
         pack: weights in the layout that oneDNN's products want (CPU; float32 and bfloat16).
         compiled: layers go through ``torch.compile``, once for all of them and for any number of tokens.
         graphs: decode steps are recorded once for each size and replayed (CUDA).
+
+    Raises:
+        RequestError: unknown weights, or a combination that does not exist.
     """
 
     kernel: bool = False
@@ -42,18 +45,21 @@ class Speed:
             raise RequestError("kernel is for CPUs and graphs for GPUs: give one of them")
 
     @classmethod
-    def parse(cls, text: str) -> Speed:
-        """From words with commas between, as on a command line: ``kernel,int8``, ``fuse,pack``.
+    def parse(cls, text: str) -> Optimizations:
+        """Read the option ``--speed``: names separated by commas, as in ``kernel,int8``, or ``plain`` for none of them.
 
         Raises:
-            RequestError: a word that is none of them, or two kinds of weights.
+            RequestError: an unknown name, two kinds of weights, or ``plain`` together with others.
         """
         switches = [field.name for field in fields(cls) if field.name != "weights"]
+        known = [*switches, *get_args(Quantised), "plain"]
         words = [word.strip() for word in text.split(",") if word.strip()]
-        weights = [word for word in words if word in get_args(Quantised)]
         for word in words:
-            if word not in switches and word not in weights:
-                raise RequestError(f"unknown speed '{word}'; {nearest(word, [*switches, *get_args(Quantised)])}")
+            if word not in known:
+                raise RequestError(f"unknown speed '{word}'; {nearest(word, known)}")
+        if "plain" in words and len(words) > 1:
+            raise RequestError(f"plain means no optimization, and {text} has others: give one or the other")
+        weights = [word for word in words if word in get_args(Quantised)]
         if len(set(weights)) > 1:
             raise RequestError(f"weights can be of one kind: give {' or '.join(weights)}")
         on = {name: name in words for name in switches}
@@ -64,8 +70,3 @@ def check_dense(config: ModelConfig, what: str) -> None:
     """Raise :class:`DeviceError` for a mixture of experts, where ``what`` needs a step that is alike for all tokens."""
     if config.moe is not None:
         raise DeviceError(f"{what} cannot do a mixture of experts: leave it off; fuse and pack can")
-
-
-def spoken(words: str) -> Speed:
-    """``plain`` for none of them, or words of :meth:`Speed.parse`: what ``serve`` and ``bench`` take as ``--speed``."""
-    return Speed() if words == "plain" else Speed.parse(words)

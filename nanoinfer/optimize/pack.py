@@ -52,7 +52,7 @@ def pack(model: GPT2 | Llama) -> None:
     """Replace every ``nn.Linear`` and the head by a :class:`PackedLinear`, in place.
 
     Args:
-        model: a twin (:func:`nanoinfer.optimize.twin.twin`). Packed weights are new memory, a tied head's too.
+        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Packed weights are new memory, a tied head's too.
 
     Raises:
         DeviceError: another device than the CPU, another dtype than float32 or bfloat16, a PyTorch without oneDNN,

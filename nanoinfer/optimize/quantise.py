@@ -195,7 +195,7 @@ def quantise(
     """Replace every ``nn.Linear`` of the layers of a twin, in place, by one of fewer bits.
 
     Args:
-        model: a twin (:func:`nanoinfer.optimize.twin.twin`). Quantised weights are new memory.
+        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Quantised weights are new memory.
         weights: what they become.
         calibration: for int8 and int4, from :func:`nanoinfer.optimize.calibrated.channel_energy` of this very twin.
         group: of int4, numbers that share a step, one of ``GROUPS``.

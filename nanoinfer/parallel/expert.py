@@ -23,7 +23,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.twin import twin
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Wire
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.communication import check_ep
@@ -76,7 +76,7 @@ def shard(loaded: LoadedModel, wire: Wire) -> LoadedModel:
     if loaded.model.config.moe is None:
         raise RequestError(f"'{loaded.name}' has no experts to spread; take a mixture of experts: random:tiny-moe")
     check_ep(loaded.model.config, wire.size)
-    model = twin(loaded.model)
+    model = share_weights(loaded.model)
     assert isinstance(model, Llama)
     for block in model.layers:
         block.mlp = SpreadExperts(block.mlp, wire)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from nanoinfer.models.attention import KVCache
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.twin import twin
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Wire
 from nanoinfer.parallel.rank_engine import RankEngine
 from nanoinfer.theory.stages import evenly, layers_of, stages
@@ -42,7 +42,7 @@ def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
         RequestError: more stages than layers.
     """
     own = stages(model.config.n_layers, pp)[stage]
-    part = twin(model)
+    part = share_weights(model)
     part.config = layers_of(model.config, own)
     is_gpt2 = isinstance(part, GPT2)
     begin, end = ({"wte", "wpe"}, {"ln_f"}) if is_gpt2 else ({"embed_tokens"}, {"norm"})

@@ -25,7 +25,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.twin import twin
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Wire
 from nanoinfer.theory.capacity import check_tp, divides
 from nanoinfer.theory.parameters import check_sizes
@@ -186,7 +186,7 @@ def shard(loaded: LoadedModel, wire: Wire, *, uneven: bool = False) -> LoadedMod
 
     The result's config has the heads and the ``d_ff`` of this rank, from which a cache takes its size. Engines run on
     it as they are, but sizes that they take from this machine's free memory (``cache_tokens`` of the continuous engine)
-    must be given, or ranks may differ. Of :class:`~nanoinfer.optimize.options.Speed` the kernel does not know slices.
+    must be given, or ranks may differ. The kernel of :class:`~nanoinfer.optimize.options.Optimizations` cannot slice.
 
     Args:
         loaded: a whole Llama or GPT-2.
@@ -199,7 +199,7 @@ def shard(loaded: LoadedModel, wire: Wire, *, uneven: bool = False) -> LoadedMod
     """
     whole = loaded.model.config
     mine = share(whole, wire.size, wire.rank, uneven=uneven)
-    model = twin(loaded.model)
+    model = share_weights(loaded.model)
     if isinstance(model, GPT2):
         _shard_gpt2(model, mine, wire)
     else:

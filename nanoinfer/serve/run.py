@@ -14,7 +14,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.errors import NanoinferError, RequestError
-from nanoinfer.optimize.options import spoken
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.serve.app import make_app
 from nanoinfer.serve.service import Limits, Service
 
@@ -47,7 +47,7 @@ def serve(
         api_key: that clients must give.
         device: of the model.
         dtype: of the model.
-        speed: words of :class:`nanoinfer.optimize.options.Speed`; ``plain`` for none; None for what a trial finds best.
+        speed: as :meth:`nanoinfer.optimize.options.Optimizations.parse` reads it; None for what a trial finds best.
         max_running: sequences in a step.
         cache_tokens: that the KV cache holds; None as much as is reasonable.
         limits: of each client; None for the defaults.
@@ -85,7 +85,7 @@ def open_service(
     seed: int = 0,
 ) -> Service:
     """A model, loaded and ready to serve. Arguments and errors as in :func:`serve`."""
-    options = {} if speed is None else {"speed": spoken(speed)}
+    options = {} if speed is None else {"speed": Optimizations.parse(speed)}
     engine = load(
         model,
         "auto" if speed is None else "continuous",

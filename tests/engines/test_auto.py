@@ -10,7 +10,7 @@ from nanoinfer.engines import auto
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_the_quickest_is_taken_said_and_remembered(
 
 def test_a_speed_that_is_given_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "trial", lambda loaded: pytest.fail("tried"))
-    engine = load("random:tiny-llama", "auto", speed=Speed())
+    engine = load("random:tiny-llama", "auto", speed=Optimizations())
     assert isinstance(engine, ContinuousEngine) and engine.kernel is None
 
 

@@ -20,7 +20,7 @@ from nanoinfer.engines.request import Completion
 from nanoinfer.engines.speculative import Speculation, SpeculativeEngine, Text
 from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, nan_behind, scripted, tiny
 
@@ -62,9 +62,9 @@ def test_a_real_model_that_repeats_itself_takes_fewer_passes() -> None:
     assert engine.speculation.tokens_per_pass > 2
 
 
-@pytest.mark.parametrize("speed", [Speed(kernel=True), Speed(fuse=True)], ids=["kernel", "fused"])
+@pytest.mark.parametrize("speed", [Optimizations(kernel=True), Optimizations(fuse=True)], ids=["kernel", "fused"])
 @pytest.mark.parametrize("family", TINY)
-def test_quicker_passes_say_the_same(family: str, speed: Speed) -> None:
+def test_quicker_passes_say_the_same(family: str, speed: Optimizations) -> None:
     prompts, params = [[1, 2, 1, 2], [5], [6, 7, 8, 9]], SamplingParams(max_tokens=8)
     expected = NaiveEngine(TINY[family]).generate(prompts, params)
     for draft in drafts_for(TINY[family], OTHER[family]).values():
@@ -249,7 +249,7 @@ def test_each_run_counts_anew() -> None:
 @pytest.mark.parametrize("kernel", [False, True], ids=["model", "kernel"])
 @pytest.mark.parametrize("name", ["random:tiny-llama", "random:tiny-gpt2"])
 def test_a_pass_says_what_the_whole_text_would(name: str, kernel: bool, dtype: str, tolerance: float) -> None:
-    engine = SpeculativeEngine(load_model(name, dtype=dtype), speed=Speed(kernel=kernel))
+    engine = SpeculativeEngine(load_model(name, dtype=dtype), speed=Optimizations(kernel=kernel))
     (request,) = engine.stream([list(range(20))], SamplingParams(max_tokens=20)).requests
     text = Text(engine, request)
     for kept in (0, 2, 4, 1):
@@ -312,7 +312,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ModelError, match="unknown shape 'tiny' in 'random:tiny'; did you mean"):
         SpeculativeEngine(loaded, draft="random:tiny")
     with pytest.raises(RequestError, match="leave graphs off"):
-        SpeculativeEngine(loaded, speed=Speed(graphs=True))
+        SpeculativeEngine(loaded, speed=Optimizations(graphs=True))
     away = replace(loaded, name="away", model=tiny(LLAMA).model.to("meta"))
     with pytest.raises(DeviceError, match="draft 'away' is on meta and not on cpu"):
         SpeculativeEngine(loaded, draft=away)

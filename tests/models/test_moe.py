@@ -26,12 +26,12 @@ from nanoinfer.models.model import build
 from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.reference import hf_config, to_transformers
 from nanoinfer.models.registry import load_model
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.compiled import compile_layers
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.optimize.quantise import quantise
-from nanoinfer.optimize.twin import twin
 from nanoinfer.sampling.params import SamplingParams
 from tests.configs.test_config import header
 from tests.engines.helpers import tiny
@@ -186,7 +186,7 @@ def test_it_loads_by_name() -> None:
 def test_fused_and_packed_experts_say_the_same(words: str) -> None:
     loaded, params = tiny(CONFIG), SamplingParams(max_tokens=12)
     plain = ContinuousEngine(loaded).generate(PROMPTS, params)
-    quick = ContinuousEngine(loaded, speed=Speed.parse(words))
+    quick = ContinuousEngine(loaded, speed=Optimizations.parse(words))
     kinds = {type(module).__name__ for module in layer(quick.model).experts.modules()}
     assert ("FusedMLP" in kinds) == ("fuse" in words) and ("PackedLinear" in kinds) == ("pack" in words)
     assert [one.token_ids for one in quick.generate(PROMPTS, params)] == [one.token_ids for one in plain]
@@ -198,7 +198,7 @@ def test_what_cannot_do_experts_says_so(words: str) -> None:
     for engine in (ContinuousEngine, SpeculativeEngine):
         if (engine, words) != (SpeculativeEngine, "graphs"):
             with pytest.raises(DeviceError, match="cannot do a mixture of experts: leave it off; fuse and pack can"):
-                engine(tiny(CONFIG), speed=Speed.parse(words))
+                engine(tiny(CONFIG), speed=Optimizations.parse(words))
 
 
 def test_so_does_each_by_itself() -> None:
@@ -206,8 +206,8 @@ def test_so_does_each_by_itself() -> None:
     for attempt in (
         lambda: DecodeKernel(model),
         lambda: DecodeGraphs(model, 4, 0, recorder=object()),  # type: ignore[arg-type]
-        lambda: quantise(twin(model), "int8"),
-        lambda: compile_layers(twin(model)),
+        lambda: quantise(share_weights(model), "int8"),
+        lambda: compile_layers(share_weights(model)),
     ):
         with pytest.raises(DeviceError, match="mixture of experts"):
             attempt()

@@ -20,10 +20,10 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize import compiled
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.compiled import CompiledLayer, compile_layers
 from nanoinfer.optimize.fuse import fuse
 from nanoinfer.optimize.pack import pack
-from nanoinfer.optimize.twin import twin
 from nanoinfer.sampling.params import SamplingParams
 
 SAID = "nanoinfer: compiling the model's layers, once, some seconds\n"
@@ -31,7 +31,7 @@ SHAPES = [(1, n) for n in range(1, 41)] + [(2, 1), (3, 1), (2, 7), (4, 8), (1, 6
 
 
 def quick(loaded: LoadedModel, packed: bool = True) -> LoadedModel:
-    model = twin(loaded.model)
+    model = share_weights(loaded.model)
     fuse(model)
     if packed:
         pack(model)
@@ -112,7 +112,7 @@ def test_it_is_said_when_it_compiles_and_not_again(
     for dtype in ("float32", "bfloat16"):
         loaded = load_model("random:tiny-llama", dtype=dtype)
         for said in (SAID, "", ""):
-            compile_layers(twin(loaded.model))
+            compile_layers(share_weights(loaded.model))
             assert capsys.readouterr().err == said
 
 
@@ -121,10 +121,10 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.registry import load_model
 from nanoinfer.optimize import compiled
 from nanoinfer.optimize.compiled import compile_layers
-from nanoinfer.optimize.twin import twin
+from nanoinfer.optimize.apply import share_weights
 loaded = load_model("random:tiny-llama")
 for _ in range(2):
-    model = twin(loaded.model)
+    model = share_weights(loaded.model)
     compile_layers(model)
     assert str(model) == str(loaded.model)
 """

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.fuse import fuse
-from nanoinfer.optimize.twin import twin
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import LLAMA, tiny
 
 
 def fused(loaded: LoadedModel) -> LoadedModel:
-    quick = twin(loaded.model)
+    quick = share_weights(loaded.model)
     fuse(quick)
     return replace(loaded, model=quick)
 

@@ -6,14 +6,16 @@ import random
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from nanoinfer.cli.app import app
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.registry import load_model
-from nanoinfer.optimize.options import Speed
+from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 
@@ -21,13 +23,18 @@ GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 48)
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 256, 48, tied=False)
 
 
-EXACT = [Speed(kernel=True), Speed(fuse=True), Speed(pack=True), Speed(kernel=True, fuse=True, pack=True)]
+EXACT = [
+    Optimizations(kernel=True),
+    Optimizations(fuse=True),
+    Optimizations(pack=True),
+    Optimizations(kernel=True, fuse=True, pack=True),
+]
 
 
 @pytest.mark.parametrize("speed", EXACT, ids=str)
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_every_exact_speed_gives_the_naive_engines_tokens_and_leaves_the_model_alone(
-    config: ModelConfig, speed: Speed
+    config: ModelConfig, speed: Optimizations
 ) -> None:
     loaded = tiny(config)
     before = {name: (p, p.clone()) for name, p in loaded.model.named_parameters()}
@@ -54,7 +61,12 @@ def test_same_tokens_as_the_naive_engine(config: ModelConfig, budget: int, block
         for i, temperature in zip(range(len(prompts)), [0.0, 0.9] * len(prompts), strict=False)
     ]
     engine = ContinuousEngine(
-        loaded, max_running=4, token_budget=budget, block_size=8, cache_tokens=8 * blocks, speed=Speed(kernel=True)
+        loaded,
+        max_running=4,
+        token_budget=budget,
+        block_size=8,
+        cache_tokens=8 * blocks,
+        speed=Optimizations(kernel=True),
     )
     expected = NaiveEngine(loaded).generate(prompts, params)
     for _ in range(2):  # the second time prefixes are found
@@ -66,7 +78,7 @@ def test_same_tokens_as_the_naive_engine(config: ModelConfig, budget: int, block
 
 def test_a_text_does_not_depend_on_its_neighbours_in_int8() -> None:
     loaded = load_model("random:tiny-llama", dtype="bfloat16")
-    engine = load(loaded, "continuous", speed=Speed(kernel=True, weights="int8"), share_prefixes=False)
+    engine = load(loaded, "continuous", speed=Optimizations(kernel=True, weights="int8"), share_prefixes=False)
     prompts = [[5 + i] for i in range(12)]  # one token each: the whole text is the kernel's
     greedy = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
     together = engine.generate(prompts, greedy)
@@ -78,20 +90,39 @@ def test_a_text_does_not_depend_on_its_neighbours_in_int8() -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(RequestError, match="None, 'int8', 'int4' or 'fp8'"):
-        Speed(kernel=True, weights="int3")  # type: ignore[arg-type]
+        Optimizations(kernel=True, weights="int3")  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="float32 or bfloat16"):
-        load(load_model("random:tiny-llama", dtype=torch.float16), "continuous", speed=Speed(kernel=True))
+        load(load_model("random:tiny-llama", dtype=torch.float16), "continuous", speed=Optimizations(kernel=True))
 
 
 def test_speeds_by_name() -> None:
-    assert Speed.parse("kernel, int8") == Speed(kernel=True, weights="int8")
-    assert Speed.parse("fuse,pack,compiled") == Speed(fuse=True, pack=True, compiled=True)
-    assert Speed.parse("") == Speed()
+    assert Optimizations.parse("kernel, int8") == Optimizations(kernel=True, weights="int8")
+    assert Optimizations.parse("fuse,pack,compiled") == Optimizations(fuse=True, pack=True, compiled=True)
+    assert Optimizations.parse("") == Optimizations.parse("plain") == Optimizations()
+    with pytest.raises(RequestError, match=r"^plain means no optimization, and plain,fuse has others"):
+        Optimizations.parse("plain,fuse")
     with pytest.raises(RequestError, match=r"unknown speed 'kernle'.*kernel"):
-        Speed.parse("kernle")
+        Optimizations.parse("kernle")
     with pytest.raises(RequestError, match="one kind: give int8 or int4"):
-        Speed.parse("int8,int4")
+        Optimizations.parse("int8,int4")
     with pytest.raises(RequestError, match="not in int4"):
-        Speed.parse("kernel,int4")
+        Optimizations.parse("kernel,int4")
     with pytest.raises(RequestError, match="graphs for GPUs"):
-        Speed(kernel=True, graphs=True)
+        Optimizations(kernel=True, graphs=True)
+
+
+def test_the_command_takes_plain_as_the_server_does() -> None:
+    words = [
+        "generate",
+        "random:tiny-llama",
+        "-p",
+        "hi",
+        "--max-tokens",
+        "2",
+        "--engine",
+        "continuous",
+        "--speed",
+        "plain",
+    ]
+    outcome = CliRunner().invoke(app, words)
+    assert outcome.exit_code == 0, outcome.output

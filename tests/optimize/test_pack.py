@@ -12,9 +12,9 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.fuse import fuse
 from nanoinfer.optimize.pack import PackedLinear, pack
-from nanoinfer.optimize.twin import twin
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, tiny
 
@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 def packed(loaded: LoadedModel, join: bool = False) -> LoadedModel:
-    quick = twin(loaded.model)
+    quick = share_weights(loaded.model)
     if join:
         fuse(quick)
     pack(quick)
@@ -103,7 +103,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(monkeypatch: pytest.Monkey
         packed(load_model("random:tiny-llama", dtype="float16"))
     loaded = load_model("random:tiny-llama", dtype="bfloat16")
     with pytest.raises(DeviceError, match="not on meta"):
-        pack(twin(loaded.model).to("meta"))
+        pack(share_weights(loaded.model).to("meta"))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with pytest.raises(DeviceError, match="no bfloat16 on this processor"):
         packed(loaded)

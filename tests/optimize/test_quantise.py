@@ -18,6 +18,7 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import build
 from nanoinfer.models.registry import load_model
 from nanoinfer.optimize import quantise as module
+from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.calibrated import channel_energy, fit_int4_groups, fit_int8_rows, layer_linears
 from nanoinfer.optimize.formats import (
     from_fp8_rows,
@@ -40,7 +41,6 @@ from nanoinfer.optimize.quantise import (
     quantise,
     widened,
 )
-from nanoinfer.optimize.twin import twin
 from nanoinfer.sampling.params import SamplingParams
 
 TINY = ("random:tiny-llama", "random:tiny-gpt2")
@@ -81,7 +81,7 @@ def off(ours: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("name", TINY)
 def test_logits_come_close_to_float32(name: str, weights: Quantised, most: float, dtype: str) -> None:
     model = load_model(name, dtype=dtype).model
-    quick = twin(model)
+    quick = share_weights(model)
     quantise(quick, weights)
     found = off(logits(quick), logits(load_model(name).model))
     assert 0 < found < most
@@ -93,7 +93,7 @@ def test_logits_come_close_to_float32(name: str, weights: Quantised, most: float
 def test_logits_are_those_of_the_rounded_weights(name: str, weights: Quantised, dtype: torch.dtype) -> None:
     odds = {"odd gpt2": ODD_GPT2, "odd llama": ODD_LLAMA}
     model = odd(odds[name], dtype) if name in odds else load_model(name, dtype=dtype).model
-    quick, slow = twin(model), twin(model).float()
+    quick, slow = share_weights(model), share_weights(model).float()
     for (_, linear), (_, plain) in zip(layer_linears(model), layer_linears(slow), strict=True):
         plain.weight = nn.Parameter(rounded(linear.weight, weights), requires_grad=False)
     quantise(quick, weights)
@@ -161,7 +161,7 @@ def test_head_embeddings_and_the_first_model_stay_as_they_are() -> None:
     assert isinstance(model, Llama) and model.lm_head is not None
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     kinds = [type(m) for m in model.modules()]
-    quick = twin(model)
+    quick = share_weights(model)
     quantise(quick, "int8")
     assert [type(m) for m in model.modules()] == kinds
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == {n: at for n, (at, _) in before.items()}
@@ -175,7 +175,7 @@ def test_head_embeddings_and_the_first_model_stay_as_they_are() -> None:
 
 def test_a_bias_is_shared_and_added() -> None:
     model = odd(ODD_GPT2, torch.float32)
-    quick = twin(model)
+    quick = share_weights(model)
     quantise(quick, "int4")
     assert quick.get_parameter("h.0.mlp.c_fc.bias") is model.get_parameter("h.0.mlp.c_fc.bias")
 
@@ -188,14 +188,14 @@ def test_bits_are_the_formula() -> None:
     shapes += [(c.d_ff, c.d_model), (c.d_ff, c.d_model), (c.d_model, c.d_ff)]
     numbers, rows = sum(n * k for n, k in shapes), sum(n for n, _ in shapes)
     for weights, group, bits in (("int8", 32, 8 + 16 * rows / numbers), ("int4", 32, 5.0)):
-        quick = twin(model)
+        quick = share_weights(model)
         quantise(quick, weights, group=group)  # type: ignore[arg-type]
         assert bits_per_weight(quick) == pytest.approx(bits)
 
 
 def test_what_is_quantised_runs_in_the_engine() -> None:
     loaded = load_model("random:tiny-llama")
-    quick = twin(loaded.model)
+    quick = share_weights(loaded.model)
     fuse(quick)
     quantise(quick, "int8")
     loaded = replace(loaded, model=quick)
@@ -264,7 +264,7 @@ def test_a_grid_that_the_weights_lie_on_is_kept() -> None:
 @pytest.mark.parametrize("config", [ODD_LLAMA, ODD_GPT2], ids=["llama", "gpt2"])
 def test_a_twin_is_calibrated_and_quantised(config: ModelConfig, fused: bool, weights: Quantised) -> None:
     model = odd(config, torch.float32)
-    plain, fitted = twin(model), twin(model)
+    plain, fitted = share_weights(model), share_weights(model)
     if fused:
         fuse(plain)
         fuse(fitted)
@@ -278,7 +278,7 @@ def test_a_twin_is_calibrated_and_quantised(config: ModelConfig, fused: bool, we
 def test_a_calibration_of_something_else_is_refused() -> None:
     model = load_model("random:tiny-llama").model
     energies = channel_energy(model, [1, 2, 3])
-    quick = twin(model)
+    quick = share_weights(model)
     with pytest.raises(RequestError, match="a calibration is for int8 and int4, not for fp8"):
         quantise(quick, "fp8", energies)
     fuse(quick)
@@ -315,7 +315,7 @@ def test_a_product_in_fp8_is_that_of_rounded_weights_and_inputs(dtype: torch.dty
 
 
 def test_fp8_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = twin(load_model("random:tiny-llama").model)
+    quick = share_weights(load_model("random:tiny-llama").model)
     with pytest.raises(DeviceError, match=r"fp8 products need a GPU of compute capability 8\.9 or higher.*on cpu"):
         quantise(quick, "fp8")
     assert len(list(layer_linears(quick))) == 7 * 2
@@ -335,7 +335,7 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", TINY)
 def test_on_a_gpu(name: str, weights: Quantised, most: float) -> None:
     model = load_model(name, device="cuda", dtype="bfloat16").model
-    quick = twin(model)
+    quick = share_weights(model)
     quantise(quick, weights)
     ids = IDS.cuda()
     with torch.inference_mode():
