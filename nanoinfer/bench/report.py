@@ -18,7 +18,7 @@ from nanoinfer.bench.plots import Plot, run_plots, sweep_plots
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.slo import slo_text
 from nanoinfer.bench.sweep import Sweep
-from nanoinfer.show.figure import DARK, LIGHT, Theme, render
+from nanoinfer.show.figures import DARK, LIGHT, Theme, render
 from nanoinfer.show.html import table
 from nanoinfer.show.text import Rows, format_number, ms
 

@@ -1,7 +1,4 @@
-"""The commands about clusters: serve a model from several replicas, and answer a file of prompts.
-
-As in :mod:`nanoinfer.cli.app`, what only one command needs is imported inside it.
-"""
+"""``nanoinfer cluster``: serve a model from several replicas, and answer a file of prompts."""
 
 from __future__ import annotations
 
@@ -11,27 +8,23 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.serving import Device, extras
+from nanoinfer.cli.options import Device, Dtype, Model
 
 Address = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; without, a Ray on this machine alone.")
 ]
 Cpus = Annotated[int, typer.Option(help="Cores of each.")]
 Gpus = Annotated[float, typer.Option(help="GPUs of each.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Seed = Annotated[int, typer.Option(help="Of random weights.")]
 
-cluster = typer.Typer(no_args_is_help=True, help="Serve from, or run a batch on, several machines (needs Ray).")
+commands = typer.Typer(
+    name="cluster", no_args_is_help=True, help="Serve from, or run a batch on, several machines (needs Ray)."
+)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    app.add_typer(cluster, name="cluster")
-
-
-@cluster.command()
+@commands.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="A name (see `nanoinfer models`), folder, .gguf file or hub id.")],
+    model: Model,
     replicas: Annotated[int, typer.Option(help="How many, spread over the machines.")] = 2,
     address: Address = None,
     cpus: Cpus = 1,
@@ -61,9 +54,8 @@ def serve(
     seed: Seed = 0,
 ) -> None:
     """Serve a model from several replicas over one OpenAI-compatible address, until Ctrl-C."""
-    with extras():
-        from nanoinfer.cluster import run
-        from nanoinfer.serve.service import Limits
+    from nanoinfer.cluster import run
+    from nanoinfer.serve.service import Limits
 
     run.serve_cluster(
         model,
@@ -89,9 +81,9 @@ def serve(
     )
 
 
-@cluster.command()
+@commands.command()
 def batch(
-    model: Annotated[str, typer.Argument(help="A name (see `nanoinfer models`), folder, .gguf file or hub id.")],
+    model: Model,
     prompts: Annotated[Path, typer.Argument(help='File of prompts, one {"prompt": ...} a line; also id, max_tokens.')],
     out: Annotated[Path, typer.Argument(help="File for the answers, one a line in the order of the prompts.")],
     workers: Annotated[int, typer.Option(help="How many, spread over the machines.")] = 2,

@@ -18,7 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.measure import environment as machine
+import typer
+
+from nanoinfer.cli.options import Json
+from nanoinfer.show.text import emit
+
+commands = typer.Typer()
 
 GIB = 1 << 30
 #: Memory that the default model takes in float32, with room to work; disk for its caches and the book.
@@ -87,10 +92,12 @@ class Report:
 
 def examine() -> Report:
     """Look at everything; never raises for something missing."""
+    from nanoinfer.measure import environment
+
     torch_check = _torch()
     return Report(
-        machine=machine.describe_machine() if torch_check.ok and _has("psutil") else None,
-        versions=machine.versions(),
+        machine=environment.describe_machine() if torch_check.ok and _has("psutil") else None,
+        versions=environment.versions(),
         checks=[
             _python(),
             torch_check,
@@ -218,3 +225,16 @@ def _models() -> Iterator[Check]:
         if row.name.startswith("random:"):  # made here, never missing
             continue
         yield Check(f"model {row.name}", row.on_disk, "on disk" if row.on_disk else "not on disk", row.how)
+
+
+@commands.command()
+def doctor(as_json: Json = False) -> None:
+    """Look at this machine: what is here, what is missing, and how to get it."""
+    report = examine()
+    if as_json:
+        emit(report.as_dict())
+    else:
+        for line in report.lines():
+            print(line)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -1,7 +1,4 @@
-"""The commands that work out what would be: predict, fit, gpus and plan. None loads weights.
-
-As in :mod:`nanoinfer.cli.app`, what only one command needs is imported inside it.
-"""
+"""The commands that compute what would be: predict, fit, gpus, plan and simulate. None loads weights."""
 
 from __future__ import annotations
 
@@ -9,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.serving import Json, Share, Slo, _console, _emit
+from nanoinfer.cli.options import Json, Share, Slo
+from nanoinfer.show.text import console, emit
+
+commands = typer.Typer()
 
 Shape = Annotated[str, typer.Argument(help="A model's name, or a folder, config.json or .gguf on this disk.")]
 Gpu = Annotated[str, typer.Option(help="A device of `nanoinfer gpus`, or `here` for this machine, measured.")]
@@ -21,12 +21,7 @@ Utilisation = Annotated[float, typer.Option(help="Share of the memory that may b
 Block = Annotated[int, typer.Option(help="Tokens in a block of the cache.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    for command in (predict, fit, gpus, plan):
-        app.command()(command)
-
-
+@commands.command()
 def predict(
     model: Shape,
     gpu: Gpu,
@@ -78,13 +73,14 @@ def predict(
         asked=Asked(want, shared_prefix, models),
     )
     if as_json:
-        _emit(record)
+        emit(record)
         return
     from nanoinfer.predict.tables import show_predict
 
-    show_predict(_console(), record)
+    show_predict(console(), record)
 
 
+@commands.command()
 def fit(
     model: Shape,
     gpu: Gpu,
@@ -100,25 +96,27 @@ def fit(
 
     record = size.fit(model, gpu, context=context, dtype=dtype, tp=tp, utilisation=utilisation, block=block)
     if as_json:
-        _emit(record)
+        emit(record)
         return
     from nanoinfer.predict.tables import show_fit
 
-    show_fit(_console(), record)
+    show_fit(console(), record)
 
 
+@commands.command()
 def gpus(as_json: Json = False) -> None:
     """List the devices whose datasheets are known."""
     from nanoinfer.predict import target
 
     if as_json:
-        _emit(target.gpus())
+        emit(target.gpus())
         return
     from nanoinfer.predict.tables import show_gpus
 
-    show_gpus(_console(), target.gpus())
+    show_gpus(console(), target.gpus())
 
 
+@commands.command()
 def plan(
     model: Shape,
     gpu: Gpu,
@@ -159,6 +157,62 @@ def plan(
         seed=seed,
     )
     if as_json:
-        _emit(record)
+        emit(record)
         return
-    planning.show_plan(_console(), record)
+    planning.show_plan(console(), record)
+
+
+@commands.command()
+def simulate(
+    model: Annotated[str, typer.Option(help="A model's name, or a folder, config.json or .gguf on this disk.")],
+    gpu: Annotated[str, typer.Option(help="A device of `nanoinfer gpus`, or `here` for this machine, measured.")],
+    rate: Annotated[float, typer.Option(help="Requests a second.")],
+    requests: Annotated[int, typer.Option(help="How many come; the first tenth of their time warms up.")] = 2000,
+    slo: Slo = None,
+    find: Annotated[bool, typer.Option("--find", help="Search for the highest rate that meets the SLO.")] = False,
+    share: Share = 0.99,
+    prompt_tokens: Annotated[str, typer.Option(help="128, uniform:10-200 or lognormal:10-200.")] = "lognormal:64-1024",
+    output_tokens: Annotated[str, typer.Option(help="Likewise, of the answers.")] = "lognormal:16-512",
+    burstiness: Annotated[float, typer.Option(help="Of the arrivals: below 1 in bursts, 1 poisson, above even.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, fp8 or int8.")] = "bfloat16",
+    tp: Annotated[int, typer.Option(help="Devices that share the model (tensor parallel).")] = 1,
+    replicas: Annotated[int, typer.Option(help="Services of --tp devices each that take turns.")] = 1,
+    max_running: Annotated[int, typer.Option(help="Sequences in a step at most.")] = 256,
+    token_budget: Annotated[int, typer.Option(help="Tokens in a step at most.")] = 2048,
+    block: Annotated[int, typer.Option(help="Tokens in a block of the cache.")] = 16,
+    utilisation: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
+    launch_us: Annotated[float, typer.Option(help="Microseconds to start an operator; eager PyTorch: about 4.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Say what a load would feel on a service that is not there: the real scheduler on a computed clock."""
+    from nanoinfer.bench.slo import parse_slo
+    from nanoinfer.predict.serving import simulate_serving
+
+    record = simulate_serving(
+        model,
+        gpu,
+        rate=rate,
+        requests=requests,
+        seed=seed,
+        slo=None if slo is None else parse_slo(slo),
+        find=find,
+        needed=share,
+        prompts=prompt_tokens,
+        outputs=output_tokens,
+        burstiness=burstiness,
+        dtype=dtype,
+        tp=tp,
+        replicas=replicas,
+        max_running=max_running,
+        token_budget=token_budget,
+        block=block,
+        utilisation=utilisation,
+        launch_us=launch_us,
+    )
+    if as_json:
+        emit(record)
+        return
+    from nanoinfer.predict.serving_tables import show_simulate
+
+    show_simulate(console(), record)

@@ -15,7 +15,7 @@ from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.sweep import Sweep, sweep
 from nanoinfer.bench.tables import verdict
 from nanoinfer.measure import metrics
-from nanoinfer.show.figure import DARK, LIGHT
+from nanoinfer.show.figures import DARK, LIGHT
 from tests.bench.made import golden, run, trace
 
 SLO = {"ttft": 0.5, "tpot": 0.05}

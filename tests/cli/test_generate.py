@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import nanoinfer
 from nanoinfer.cli import app as cli
-from nanoinfer.cli import talk
+from nanoinfer.cli import generate
 from nanoinfer.errors import ChapterError, ModelError, NanoinferError, RequestError, TokenizerError
 
 TINY = "random:tiny-gpt2"
@@ -245,26 +245,26 @@ def message(role: str, text: str) -> dict[str, str]:
 
 def test_history_keeps_within_the_context_and_drops_the_oldest_turn() -> None:
     messages = [message("user", "a" * 6), message("assistant", "b" * 6), message("user", "c" * 5)]
-    assert len(talk.fit_history(fake_engine(), messages, 3)) == 17  # fits exactly
+    assert len(generate.fit_history(fake_engine(), messages, 3)) == 17  # fits exactly
     assert len(messages) == 3
-    assert len(talk.fit_history(fake_engine(), messages, 4)) == 5
+    assert len(generate.fit_history(fake_engine(), messages, 4)) == 5
     assert messages == [message("user", "c" * 5)]
 
 
 def test_history_keeps_the_system_message() -> None:
     messages = [message("system", "s" * 4), *[message(r, "x" * 4) for r in ("user", "assistant", "user")]]
-    talk.fit_history(fake_engine(), messages, 10)
+    generate.fit_history(fake_engine(), messages, 10)
     assert [m["role"] for m in messages] == ["system", "user"]
 
 
 def test_an_answer_that_leaves_no_room() -> None:
     with pytest.raises(RequestError, match="--max-tokens 20 leaves no room for a message: the context is 20 tokens"):
-        talk.fit_history(fake_engine(), [message("user", "x")], 20)
+        generate.fit_history(fake_engine(), [message("user", "x")], 20)
 
 
 def test_a_message_that_cannot_fit_is_refused() -> None:
     with pytest.raises(RequestError, match="takes 21 tokens and only 10 fit"):
-        talk.fit_history(fake_engine(), [message("user", "x" * 21)], 10)
+        generate.fit_history(fake_engine(), [message("user", "x" * 21)], 10)
 
 
 def test_chat_needs_a_template() -> None:
@@ -272,7 +272,7 @@ def test_chat_needs_a_template() -> None:
     engine = fake_engine()
     engine.tokenizer = None
     with pytest.raises(ModelError, match="no chat template"):
-        talk.fit_history(engine, [message("user", "x")], 1)
+        generate.fit_history(engine, [message("user", "x")], 1)
 
 
 def test_chat_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_chat_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         return "yes"
 
     monkeypatch.setattr(nanoinfer, "load", lambda *a, **k: fake_engine(), raising=False)
-    monkeypatch.setattr(talk, "stream", reply)
+    monkeypatch.setattr(generate, "stream", reply)
     result = run("chat", "fake", "--max-tokens", "4", stdin="hello\n\n" + "z" * 30 + "\nagain\n")
     assert result.exit_code == 0
     assert result.stdout == "yes\nyes\n"
@@ -307,7 +307,7 @@ def test_a_line_that_is_not_text_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -
 
     engine.tokenizer.encode_chat = encode
     monkeypatch.setattr(nanoinfer, "load", lambda *a, **k: engine, raising=False)
-    monkeypatch.setattr(talk, "stream", reply)
+    monkeypatch.setattr(generate, "stream", reply)
     result = run("chat", "fake", "--max-tokens", "4", stdin="bad\ngood\n")
     assert (result.exit_code, result.stdout) == (0, "yes\n")
     assert "nanoinfer: the text is not valid Unicode\n" in result.stderr
@@ -324,7 +324,7 @@ def test_ctrl_c_ends_a_chat_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(nanoinfer, "load", lambda *a, **k: fake_engine(), raising=False)
-    monkeypatch.setattr(talk, "stream", interrupted)
+    monkeypatch.setattr(generate, "stream", interrupted)
     result = run("chat", "fake", "--max-tokens", "4", stdin="hello\n")
     assert result.exit_code == 0
     assert "Traceback" not in result.output

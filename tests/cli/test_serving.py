@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from nanoinfer.bench import command
 from nanoinfer.bench.options import Options, Plan, is_url
 from nanoinfer.bench.run import load_run
 from nanoinfer.bench.summary import summarise
-from nanoinfer.cli import app as cli
-from nanoinfer.cli import serving as cli_serving
+from nanoinfer.cli.app import app
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace, save_traces
@@ -32,14 +30,7 @@ from nanoinfer.workload.workload import Work
 from tests.bench.made import golden
 
 URL = "http://127.0.0.1:9"
-#: The commands in an app of their own, whatever else `nanoinfer` has.
-APP = (
-    "import typer; from nanoinfer import cli, cli_serving; "
-    "app = typer.Typer(cls=cli.Group); cli_serving.register(app); "
-)
-
-app = typer.Typer(cls=cli.Group, pretty_exceptions_enable=False)
-cli_serving.register(app)
+APP = "from nanoinfer.cli.app import app; "
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> Any:

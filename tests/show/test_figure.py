@@ -10,7 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.figure import DARK, DASHES, LIGHT, SVG_LIMIT, Theme, figure
+from nanoinfer.show.figures import DARK, DASHES, LIGHT, SVG_LIMIT, Theme, figure
 
 ALT = "Tokens per second rise with the batch size."
 
