@@ -6,8 +6,12 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from nanoinfer.models.registry import LoadedModel
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -17,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts jobs of the background with Ctrl-C ignored, and they hand that on to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MARKERS = ("gpu", "browser", "ray", "network")
+MARKERS = ("gpu", "browser", "ray", "network", "slow")
 left_out: Counter[str] = Counter()
 
 
@@ -30,3 +34,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if left_out:
         counts = ", ".join(f"{left_out[marker]} {marker}" for marker in MARKERS if left_out[marker])
         terminalreporter.write_line(f"left out by marker: {counts}")
+
+
+@pytest.fixture(scope="session")
+def loaded_smollm2() -> LoadedModel:
+    """The real default model, loaded once for all tests that only read it."""
+    from nanoinfer.models.registry import load_model  # brings torch, which most tests of the command line do without
+
+    return load_model("smollm2-135m", dtype="float32")
