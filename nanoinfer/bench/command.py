@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.bench.loadgen import closed_loop, open_loop
-from nanoinfer.bench.options import Options, Plan, is_url
+from nanoinfer.bench.options import BenchConfig, LoadPlan
 from nanoinfer.bench.progress import Progress
 from nanoinfer.bench.run import Run, save_run
-from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.sweep import Sweep, named, sweep
 from nanoinfer.bench.target import Target
 from nanoinfer.log import say
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from nanoinfer.engines.continuous import ContinuousEngine
 
 
-def bench(options: Options) -> tuple[Run | Sweep, dict[str, Any]]:
-    """Measure, keep, and return the run with its summary, or the sweep with its record.
+def bench(config: BenchConfig) -> dict[str, Any]:
+    """Measure, keep, and return the record: the summary of the run, or with ``--sweep`` that of all its levels.
 
     Raises:
         NanoinferError: what cannot be done, before the load.
         KeyboardInterrupt: Ctrl-C before the load; a load it ends, and what was measured is kept.
     """
-    plan = Plan(options)
-    if options.out is not None:
+    plan = LoadPlan(config)
+    if config.out is not None:
         import nanoinfer.bench.report  # noqa: F401  # it needs matplotlib: better known now than after the load
 
-        options.out.mkdir(parents=True, exist_ok=True)
-    engine = None if is_url(options.target) else _engine(options)
+        config.out.mkdir(parents=True, exist_ok=True)
+    engine = None if config.is_remote else load_engine(config)
     try:
         return asyncio.run(_measure(plan, engine))
     finally:
@@ -44,51 +43,45 @@ def bench(options: Options) -> tuple[Run | Sweep, dict[str, Any]]:
             engine.close()
 
 
-async def _measure(plan: Plan, engine: ContinuousEngine | None) -> tuple[Run | Sweep, dict[str, Any]]:
-    options, out = plan.options, plan.options.out
+async def _measure(plan: LoadPlan, engine: ContinuousEngine | None) -> dict[str, Any]:
+    """Run the levels; a run without ``--sweep`` is a sweep of one level, kept in the folder itself."""
+    config, runs = plan.config, list[Run]()
     # A model in this process is called without a network: what the HTTP client adds plays no part.
-    floor = await _floor(plan) if options.floor and engine is None else None
-    async with _target(options, engine) as target:
+    floor = None if config.no_floor or engine is not None else await _floor(plan)
+    async with open_target(config, engine) as target:
 
-        async def level(index: int, folder: Path | None) -> Run:
+        async def level(value: float) -> Run:
+            index = plan.levels.index(value)
             run = await _load(plan, index, target, None if engine is None else engine.config.vocab_size, floor)
-            if folder is not None:
-                save_run(run, folder)  # before anything is made of it
+            runs.append(run)
+            if config.out is not None:  # before anything is made of it
+                save_run(run, config.out / f"level-{value:g}" if config.sweep else config.out)
             return run
 
-        if options.sweep is None:
-            found: Run | Sweep
-            found = run = await level(0, out)
-            record = summarise(run, plan.slo)
-        else:
-            found = await sweep(
-                lambda value: level(plan.levels.index(value), out and out / f"level-{value:g}"),
-                plan.levels,
-                plan.slo,
-                kind=plan.kind,
-                needed=options.share,
-            )
-            record = found.as_dict()
-    if out is not None:
-        _write(out, found, record)
-    return found, record
+        swept = await sweep(level, plan.levels, plan.slo, kind=plan.kind, needed=config.share)
+    record = swept.as_dict() if config.sweep else dict(swept.points[0].summary)
+    if config.out is not None:
+        _write(config.out, swept if config.sweep else runs[0], record)
+    return record
 
 
-async def _load(plan: Plan, index: int, target: Target, vocab_size: int | None, floor: dict[str, Any] | None) -> Run:
+async def _load(
+    plan: LoadPlan, index: int, target: Target, vocab_size: int | None, floor: dict[str, Any] | None
+) -> Run:
     """Send one level's load."""
-    asked, level = plan.options, plan.levels[index]
+    config, level = plan.config, plan.levels[index]
     warm, works = plan.work(index, vocab_size)
-    settings = {"load": plan.settings(index), **({} if floor is None else {"floor": floor})}
+    settings = plan.settings(index) | ({} if floor is None else {"floor": floor})
     total = len(works) if isinstance(works, list) else plan.most
     with Progress(named(plan.kind, level), None if total is None else total + len(warm)) as progress:
-        common: dict[str, Any] = {"warmup": warm, "timeout_s": asked.timeout, "watch": progress, "settings": settings}
+        common: dict[str, Any] = {"warmup": warm, "timeout_s": config.timeout, "watch": progress, "settings": settings}
         if isinstance(works, list):
-            return await open_loop(target, works, seconds=asked.seconds, **common)
-        common |= {"users": int(level), "think_s": asked.think or 0.0, "requests": plan.most}
-        return await closed_loop(target, works, seconds=asked.seconds, **common)
+            return await open_loop(target, works, seconds=config.seconds, **common)
+        common |= {"users": int(level), "think_s": config.think or 0.0, "requests": plan.most}
+        return await closed_loop(target, works, seconds=config.seconds, **common)
 
 
-async def _floor(plan: Plan) -> dict[str, Any]:
+async def _floor(plan: LoadPlan) -> dict[str, Any]:
     """What this client adds at the highest level, against a mock of known timing."""
     from nanoinfer.bench.overhead import measure_floor
 
@@ -105,7 +98,8 @@ async def _floor(plan: Plan) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _target(options: Options, engine: ContinuousEngine | None) -> AsyncIterator[Target]:
+async def open_target(config: BenchConfig, engine: ContinuousEngine | None) -> AsyncIterator[Target]:
+    """The server, asked once whether it answers, or the engine in this process."""
     target: Target
     if engine is not None:
         from nanoinfer.bench.engine_target import EngineTarget
@@ -114,30 +108,28 @@ async def _target(options: Options, engine: ContinuousEngine | None) -> AsyncIte
     else:
         from nanoinfer.bench.client import HttpTarget
 
-        endpoint: Any = options.endpoint  # checked there
-        target = await HttpTarget.connect(
-            options.target, model=options.model, endpoint=endpoint, api_key=options.api_key
-        )
+        endpoint: Any = config.endpoint  # checked there
+        target = await HttpTarget.connect(config.target, model=config.model, endpoint=endpoint, api_key=config.api_key)
     try:
         yield target
     finally:
         await target.close()
 
 
-def _engine(options: Options) -> ContinuousEngine:
+def load_engine(config: BenchConfig) -> ContinuousEngine:
     """The engine that ``nanoinfer serve`` would have, without the server around it."""
     from nanoinfer.engines.continuous import ContinuousEngine
     from nanoinfer.engines.load import load
     from nanoinfer.optimize.options import Optimizations
 
-    words = options.speed
+    words = config.speed
     speed = {} if words is None else {"speed": Optimizations.parse(words)}
     engine = load(
-        options.target,
+        config.target,
         "auto" if words is None else "continuous",
-        device=options.device or "cpu",
-        dtype=options.dtype or "bfloat16",
-        seed=options.seed,
+        device=config.device or "cpu",
+        dtype=config.dtype or "bfloat16",
+        seed=config.seed,
         **speed,
     )
     assert isinstance(engine, ContinuousEngine)

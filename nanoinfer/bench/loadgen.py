@@ -88,7 +88,7 @@ async def open_loop(
 
     load = Sending(target, timeout_s, watch)
     await load.run(drive)
-    known = {"kind": "open", "requests": len(works), "seconds": seconds}
+    known = {"loop": "open", "requests": len(works), "seconds": seconds}
     return load.result(opened, length, known, len(warm), settings)
 
 
@@ -170,7 +170,7 @@ async def closed_loop(
     load = Sending(target, timeout_s, watch)
     await load.run(drive)
     known: dict[str, Any] = {
-        "kind": "closed",
+        "loop": "closed",
         "users": users,
         "think_s": think_s,
         "requests": requests,

@@ -1,17 +1,19 @@
-"""What ``nanoinfer bench`` was asked for, checked before anything is sent: a mistake costs a line, no minutes."""
+"""The options of ``nanoinfer bench``, and what they ask to send, checked before anything is sent."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
+
+import typer
 
 from nanoinfer.bench.slo import parse_slo
 from nanoinfer.bench.sweep import Kind, parse_levels
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check
 from nanoinfer.workload import arrivals, lengths, replay
 from nanoinfer.workload.workload import Work, due
 
@@ -19,122 +21,177 @@ from nanoinfer.workload.workload import Work, due
 REQUESTS: Final = 32
 #: Warm-up requests of an open loop; a closed one sends one for each user, so that their first rush is not measured.
 WARMUP: Final = 4
+LOADS: Final = ("rate", "users", "replay")
+#: Options of which at most one may be set, and why.
+EXCLUSIVE: Final = (
+    (LOADS, "are different loads"),
+    (("prompts", "lengths", "replay"), "each say what to send"),
+    (("requests", "seconds"), "each say when to end"),
+)
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command's options as they were written; ``nanoinfer bench --help`` says what each means."""
-
-    target: str
-    model: str | None = None
-    endpoint: str | None = None
-    api_key: str | None = None
-    speed: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    rate: float | None = None
-    arrivals: str = "poisson"
-    burstiness: float | None = None
-    to: float | None = None
-    users: int | None = None
-    think: float | None = None
-    replay: Path | None = None
-    speedup: float | None = None
-    requests: int | None = None
-    seconds: float | None = None
-    prompt_tokens: str = "128"
-    output_tokens: str = "64"
-    lengths: Path | None = None
-    prompts: Path | None = None
-    warmup: int | None = None
-    seed: int = 0
-    timeout: float = 600.0
-    slo: str | None = None
-    sweep: str | None = None
-    share: float = 0.99
-    out: Path | None = None
-    floor: bool = True
-
-
-def is_url(target: str) -> bool:
-    """Whether the target is the address of a server; a model's name may hold a colon too (``random:gpt2``)."""
-    return "://" in target or re.fullmatch(r"(\[[0-9a-f:]+\]|[\w.-]+):\d{1,5}(/.*)?", target) is not None
-
-
-class Plan:
-    """What to send at which level: requests/s or users, one of them where nothing is swept.
+class BenchConfig:
+    """The command's options as they were written.
 
     Raises:
-        RequestError: options that contradict each other, or one that cannot be read.
+        RequestError: options that contradict each other, or a number out of its range.
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        _check_together(options)
-        _check_numbers(options)
-        self.slo = None if options.slo is None else parse_slo(options.slo)
+    target: Annotated[str, typer.Argument(help="A server (http://host:port), or a model to run in this process.")]
+    model: Annotated[str | None, typer.Option(help="Its name there; the first one that the server lists.")] = None
+    endpoint: Annotated[str | None, typer.Option(help="completions or chat.")] = None
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the server.")] = field(
+        default=None, repr=False
+    )
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests a second, whatever becomes of them.")] = None
+    arrivals: Annotated[str, typer.Option(help="Of the open loop: constant, poisson, gamma or ramp.")] = "poisson"
+    burstiness: Annotated[float | None, typer.Option(help="Of gamma: below 1 in bursts, 1 poisson, above even.")] = None
+    to: Annotated[float | None, typer.Option(help="Rate at which a ramp ends, after --seconds.")] = None
+    users: Annotated[int | None, typer.Option(help="Closed loop: each waits for an answer before it asks again.")] = (
+        None
+    )
+    think: Annotated[float | None, typer.Option(help="Seconds from an answer to a user's next request.")] = None
+    replay: Annotated[Path | None, typer.Option(help="A recorded trace: our .jsonl or Azure's .csv.")] = None
+    speedup: Annotated[float | None, typer.Option(help="Times that the replay runs faster than it was.")] = None
+    sweep: Annotated[str | None, typer.Option(help="Rates 1,2,4 or 1..16 (doublings), or users:1..16.")] = None
+    requests: Annotated[int | None, typer.Option(help="How many (at each level); 32 if not for --seconds.")] = None
+    seconds: Annotated[float | None, typer.Option(help="Length of the measured window (at each level).")] = None
+    prompt_tokens: Annotated[str, typer.Option(help="128, uniform:10-200 or lognormal:10-200.")] = "128"
+    output_tokens: Annotated[str, typer.Option(help="Likewise, of the answers.")] = "64"
+    lengths: Annotated[Path | None, typer.Option(help="File of prompt and output lengths: .csv or .jsonl.")] = None
+    prompts: Annotated[Path | None, typer.Option(help="File of real prompts: one a line, or .jsonl.")] = None
+    warmup: Annotated[
+        int | None, typer.Option(help="Requests before the window; one for each user, or 4 of an open loop.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0
+    slo: Annotated[str | None, typer.Option(help="Limits of a good request, as in ttft=200ms,tpot=50ms.")] = None
+    share: Annotated[float, typer.Option(help="Share of good requests at which a load still meets the SLO.")] = 0.99
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for traces.jsonl, run.json, summary.json and report.html.")
+    ] = None
+    no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not measure what the client itself adds.")] = False
+    speed: Annotated[str | None, typer.Option(help="Of a model in this process: see `nanoinfer serve`.")] = None
+    device: Annotated[str | None, typer.Option(help="Of a model in this process; cpu.")] = None
+    dtype: Annotated[str | None, typer.Option(help="Of a model in this process; bfloat16.")] = None
+
+    def __post_init__(self) -> None:
+        self._check_together()
+        for name in ("requests", "users", "seconds", "timeout", "speedup", "burstiness"):
+            if (value := getattr(self, name)) is not None:
+                check(f"--{name}", value, above=0)
+        for name in ("warmup", "think"):
+            if (value := getattr(self, name)) is not None:
+                check(f"--{name}", value, at_least=0)
+        check("--share", self.share, above=0, at_most=1)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the target is the address of a server; a model's name may hold a colon too (``random:gpt2``)."""
+        return "://" in self.target or bool(re.fullmatch(r"(\[[0-9a-f:]+\]|[\w.-]+):\d{1,5}(/.*)?", self.target))
+
+    def _are_set(self, names: tuple[str, ...]) -> list[str]:
+        return [f"--{name}" for name in names if getattr(self, name) is not None]
+
+    def _check_together(self) -> None:
+        """Raise :class:`RequestError` for options of which one makes the other meaningless."""
+        for names, why in EXCLUSIVE:
+            if len(options := self._are_set(names)) > 1:
+                raise RequestError(f"{' and '.join(options)} {why}: give one")
+        if self.sweep is not None and (options := self._are_set(LOADS)):
+            raise RequestError(f"--sweep sets the level itself: leave {options[0]} out (--sweep 1..16 or users:1..16)")
+        if self.arrivals == "ramp" and None in (self.rate, self.to, self.seconds):
+            raise RequestError("a ramp goes from --rate to --to in --seconds: give all three")
+        if self.arrivals == "gamma" and self.burstiness is None:
+            raise RequestError("--arrivals gamma needs --burstiness: below 1 comes in bursts, 1 is poisson")
+        is_open = self.rate is not None or (self.sweep is not None and not self.sweep.startswith("users:"))
+        here, there = f"a model in this process, not {self.target}", f"the address of a server, not {self.target}"
+        for name, is_met, what in (
+            ("arrivals", is_open or self.arrivals == "poisson", "--rate"),
+            ("to", self.arrivals == "ramp", "--arrivals ramp"),
+            ("burstiness", self.arrivals == "gamma", "--arrivals gamma"),
+            ("speedup", self.replay is not None, "--replay"),
+            ("think", not is_open and self.replay is None, "--users"),
+            *((name, not self.is_remote, here) for name in ("speed", "device", "dtype")),
+            *((name, self.is_remote, there) for name in ("model", "endpoint")),
+        ):
+            if getattr(self, name) is not None and not is_met:
+                raise RequestError(f"--{name} goes with {what}")
+
+
+class LoadPlan:
+    """What to send at which level (requests/s or users; one level where nothing is swept), read and drawn beforehand.
+
+    Raises:
+        RequestError: an option or a file that cannot be read.
+    """
+
+    def __init__(self, config: BenchConfig) -> None:
+        self.config = config
+        self.slo = None if config.slo is None else parse_slo(config.slo)
         self.prompt, self.output = (
-            lengths.parse_lengths(text) for text in (options.prompt_tokens, options.output_tokens)
+            lengths.parse_lengths(text) for text in (config.prompt_tokens, config.output_tokens)
         )
-        self.pairs = None if options.lengths is None else lengths.read_pairs(options.lengths)
-        self.entries = None if options.replay is None else replay.read_trace(options.replay)
+        self.pairs = None if config.lengths is None else lengths.read_pairs(config.lengths)
+        self.entries = None if config.replay is None else replay.read_trace(config.replay)
         self.kind: Kind
         self.levels: list[float]
         self.kind, self.levels = self._levels()
-        self.most = options.requests or (REQUESTS if options.seconds is None and self.entries is None else None)
+        self.most = config.requests or (REQUESTS if config.seconds is None and self.entries is None else None)
         self.offsets = [self._offsets(index) for index in range(len(self.levels))]
-        prompts = [] if options.prompts is None else lengths.read_prompts(options.prompts)
+        prompts = [] if config.prompts is None else lengths.read_prompts(config.prompts)
         # Each level has prompts of its own, or one would warm the prefix cache for the next.
         self.prompts = [
-            lengths.set_aside(prompts[index :: len(self.levels)], self.warmup(index), options.seed)
+            lengths.set_aside(prompts[index :: len(self.levels)], self.warmup(index), config.seed)
             for index in range(len(self.levels))
             if prompts
         ]
 
     def _levels(self) -> tuple[Kind, list[float]]:
-        asked = self.options
-        if asked.sweep is not None:
-            kind, colon, text = asked.sweep.rpartition(":")
+        config = self.config
+        if config.sweep is not None:
+            kind, colon, text = config.sweep.rpartition(":")
             if kind not in ("", "rate", "users") or (colon and not kind):
-                raise RequestError(f"--sweep '{asked.sweep}': write rates as 1..16, or users as users:1..16")
+                raise RequestError(f"--sweep '{config.sweep}': write rates as 1..16, or users as users:1..16")
             levels = parse_levels(text)
             if kind == "users" and any(level % 1 for level in levels):
-                raise RequestError(f"--sweep '{asked.sweep}': users are whole numbers")
+                raise RequestError(f"--sweep '{config.sweep}': users are whole numbers")
             return cast("Kind", kind or "rate"), levels
         if self.entries is not None:
-            return "rate", [(asked.speedup or 1.0) * (replay.describe(self.entries)["gap_rate"] or 1.0)]
-        if asked.rate is not None:
-            return "rate", [asked.rate]
-        return "users", [float(asked.users or 1)]
+            return "rate", [(config.speedup or 1.0) * (replay.describe(self.entries)["gap_rate"] or 1.0)]
+        if config.rate is not None:
+            return "rate", [config.rate]
+        return "users", [float(config.users or 1)]
 
     @property
     def most_level(self) -> float:
         """The highest load that will come, for which the client must be good."""
-        return max(self.levels[-1], self.options.to or 0.0)
+        return max(self.levels[-1], self.config.to or 0.0)
 
     def warmup(self, index: int) -> int:
         """Warm-up requests of a level."""
-        if self.options.warmup is not None:
-            return self.options.warmup
+        if self.config.warmup is not None:
+            return self.config.warmup
         return int(self.levels[index]) if self.kind == "users" else WARMUP
 
     def shape(self, level: float) -> str:
         """How arrivals come, as :func:`nanoinfer.workload.arrivals.schedule` reads it."""
-        asked = self.options
-        shapes = {"gamma": f"gamma:{asked.burstiness!r}", "ramp": f"ramp:{level!r}-{asked.to!r}"}
-        return shapes.get(asked.arrivals, asked.arrivals)
+        config = self.config
+        shapes = {"gamma": f"gamma:{config.burstiness!r}", "ramp": f"ramp:{level!r}-{config.to!r}"}
+        return shapes.get(config.arrivals, config.arrivals)
 
     def _offsets(self, index: int) -> list[float]:
         """When the requests of an open loop are due; empty for other loads."""
-        asked, level = self.options, self.levels[index]
+        config, level = self.config, self.levels[index]
         if self.kind == "users" or self.entries is not None:
             return []
         offsets = arrivals.schedule(
-            self.shape(level), level, n=self.most, seconds=asked.seconds, seed=asked.seed + index
+            self.shape(level), level, n=self.most, seconds=config.seconds, seed=config.seed + index
         )
         if not offsets:
             raise RequestError(
-                f"no request is due within {asked.seconds:g} s at {level:g} a second: give more --seconds"
+                f"no request is due within {config.seconds:g} s at {level:g} a second: give more --seconds"
             )
         return offsets
 
@@ -145,88 +202,43 @@ class Plan:
             index: of the level.
             vocab_size: for prompts of ids; None for words.
         """
-        asked, seed, aside = self.options, self.options.seed + index, self.warmup(index)
+        config, seed, n_warm = self.config, self.config.seed + index, self.warmup(index)
         if self.prompts:
             first, rest = self.prompts[index]
-            warm = list(islice(lengths.from_prompts(first, self.output, seed=seed), aside)) if first else []
+            warm = list(islice(lengths.from_prompts(first, self.output, seed=seed), n_warm)) if first else []
             works = lengths.from_prompts(rest, self.output, seed=seed)
         else:
-            warm = list(islice(self._made_up(seed, vocab_size, "warm-up"), aside))
-            works = self._made_up(seed, vocab_size, "measured")
+            warm = list(islice(self._synthetic(seed, vocab_size, "warm-up"), n_warm))
+            works = self._synthetic(seed, vocab_size, "measured")
         if self.entries is not None:
-            speedup = asked.speedup or 1.0
+            speedup = config.speedup or 1.0
             again = replay.as_works(self.entries, speed_up=speedup, seed=seed, vocab_size=vocab_size)
-            return warm, [work for work in again if asked.seconds is None or work.at < asked.seconds][: asked.requests]
+            return warm, [work for work in again if config.seconds is None or work.at < config.seconds][
+                : config.requests
+            ]
         if self.kind == "users":
             return warm, works
-        if asked.arrivals != "ramp" and warm:  # before a ramp all at once: its house opens empty
-            warm = due(warm, arrivals.schedule("poisson", self.levels[index], n=aside, seed=seed))
+        if config.arrivals != "ramp" and warm:  # before a ramp all at once: it starts with an empty engine
+            warm = due(warm, arrivals.schedule("poisson", self.levels[index], n=n_warm, seed=seed))
         return warm, due(works, self.offsets[index])
 
-    def _made_up(self, seed: int, vocab_size: int | None, stream: str) -> Iterator[Work]:
+    def _synthetic(self, seed: int, vocab_size: int | None, stream: str) -> Iterator[Work]:
         if self.pairs is not None:
             return lengths.from_pairs(self.pairs, seed=seed, vocab_size=vocab_size, stream=stream)
         return lengths.synthetic(self.prompt, self.output, seed=seed, vocab_size=vocab_size, stream=stream)
 
     def settings(self, index: int) -> dict[str, Any]:
-        """What was asked, for the record; no key and no folder."""
-        asked, level = self.options, self.levels[index]
-        words: dict[str, Any] = {self.kind: level, "seed": asked.seed + index}
-        files = {"replay": asked.replay, "lengths": asked.lengths, "prompts": asked.prompts}
-        words |= {name: path.name for name, path in files.items() if path is not None}
-        if asked.replay is not None:
-            words["speedup"] = asked.speedup or 1.0
+        """A level's load for the record; no key and no folder."""
+        config, level = self.config, self.levels[index]
+        files = {name: getattr(config, name) for name in ("replay", "lengths", "prompts")}
+        record: dict[str, Any] = {self.kind: level, "seed": config.seed + index}
+        record |= {name: path.name for name, path in files.items() if path is not None}
+        if config.replay is not None:
+            record["speedup"] = config.speedup or 1.0
         elif self.kind == "rate":
-            words["arrivals"] = self.shape(level)
-        if not files.keys() & words.keys():
-            words["prompt_tokens"] = str(self.prompt)
-        if asked.lengths is None and asked.replay is None:
-            words["output_tokens"] = str(self.output)
-        return words
-
-
-def _check_together(asked: Options) -> None:
-    """Raise :class:`RequestError` for options of which one makes the other meaningless."""
-    loads = {"--rate": asked.rate, "--users": asked.users, "--replay": asked.replay}
-    sources = {"--prompts": asked.prompts, "--lengths": asked.lengths, "--replay": asked.replay}
-    ends = {"--requests": asked.requests, "--seconds": asked.seconds}
-    for group, why in (
-        (loads, "are different loads"),
-        (sources, "each say what to send"),
-        (ends, "each say when to end"),
-    ):
-        if len(named := [name for name, value in group.items() if value is not None]) > 1:
-            raise RequestError(f"{' and '.join(named)} {why}: give one")
-    if asked.sweep is not None and (named := [name for name, value in loads.items() if value is not None]):
-        raise RequestError(f"--sweep sets the level itself: leave {named[0]} out (--sweep 1..16 or users:1..16)")
-    if asked.arrivals == "ramp" and None in (asked.rate, asked.to, asked.seconds):
-        raise RequestError("a ramp goes from --rate to --to in --seconds: give all three")
-    if asked.arrivals == "gamma" and asked.burstiness is None:
-        raise RequestError("--arrivals gamma needs --burstiness: below 1 comes in bursts, 1 is poisson")
-    is_open = asked.rate is not None or (asked.sweep is not None and not asked.sweep.startswith("users:"))
-    needs: dict[str, tuple[object, bool, str]] = {
-        "--arrivals": (None if asked.arrivals == "poisson" else asked.arrivals, is_open, "--rate"),
-        "--to": (asked.to, asked.arrivals == "ramp", "--arrivals ramp"),
-        "--burstiness": (asked.burstiness, asked.arrivals == "gamma", "--arrivals gamma"),
-        "--speedup": (asked.speedup, asked.replay is not None, "--replay"),
-        "--think": (asked.think, not is_open and asked.replay is None, "--users"),
-    }
-    is_remote = is_url(asked.target)
-    for name in ("speed", "device", "dtype"):
-        needs[f"--{name}"] = (getattr(asked, name), not is_remote, f"a model in this process, not {asked.target}")
-    for name in ("model", "endpoint"):
-        needs[f"--{name}"] = (getattr(asked, name), is_remote, f"the address of a server, not {asked.target}")
-    for name, (value, is_met, what) in needs.items():
-        if value is not None and not is_met:
-            raise RequestError(f"{name} goes with {what}")
-
-
-def _check_numbers(asked: Options) -> None:
-    for name in ("requests", "users", "seconds", "timeout", "speedup", "burstiness"):
-        if (value := getattr(asked, name)) is not None and not 0 < value < float("inf"):
-            raise RequestError(f"--{name} must be above 0, got {value:g}")
-    for name in ("warmup", "think"):
-        if (value := getattr(asked, name)) is not None and not 0 <= value < float("inf"):
-            raise RequestError(f"--{name} must be 0 or more, got {value:g}")
-    if not 0 < asked.share <= 1:
-        raise RequestError(f"--share must be above 0 and at most 1, got {asked.share:g}")
+            record["arrivals"] = self.shape(level)
+        if not files.keys() & record.keys():
+            record["prompt_tokens"] = str(self.prompt)
+        if config.lengths is None and config.replay is None:
+            record["output_tokens"] = str(self.output)
+        return record

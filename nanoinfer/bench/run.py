@@ -85,10 +85,18 @@ def load_run(folder: Path) -> Run:
             traces=list(load_traces(folder / TRACES)),
             start=float(record["start_s"]),
             end=float(record["end_s"]),
-            settings=dict(record["settings"]),
+            settings=_flat(record["settings"]),
             client=ClientHealth(**record["client"]),
             interrupted=bool(record["interrupted"]),
             provenance=dict(record["provenance"]),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise NanoinferError(f"{path}: not the record of a run ({error!r})") from None
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are written today; earlier runs nest them, as ``loop.kind`` and ``load.users``."""
+    if not isinstance(loop := settings.get("loop"), dict):
+        return settings
+    rest = {name: value for name, value in settings.items() if name not in ("loop", "load")}
+    return {"loop": loop.pop("kind"), **loop, **rest, **settings.get("load", {})}

@@ -94,7 +94,9 @@ class Sending:
             start=start,
             end=end,
             settings={
-                "loop": {**known, "warmup": warmup, "timeout_s": self.timeout_s},
+                **known,
+                "warmup": warmup,
+                "timeout_s": self.timeout_s,
                 "target": {"name": self.target.name, **self.target.settings},
                 "error_messages": dict(self.target.messages),
                 **settings,

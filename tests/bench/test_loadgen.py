@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -203,7 +204,7 @@ def test_users_warm_up_and_go_on_without_a_pause(clock: Clock) -> None:
     # Three warm-up requests at 0, one at 1 beside two measured ones.
     assert run.start == pytest.approx(1.0, abs=NEAR)
     assert [round(t.t_scheduled, 3) for t in run.traces] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert run.settings["loop"]["warmup"] == 4 and len(run.measured()) == 6
+    assert run.settings["warmup"] == 4 and len(run.measured()) == 6
 
 
 # --- the closed loop --------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def test_so_many_requests_and_no_more(clock: Clock) -> None:
 
 def test_works_that_run_out_close_the_window(clock: Clock) -> None:
     run = clock.run(closed_loop(taking(1.0), evenly(1, 4), users=2, seconds=60))
-    assert run.end == pytest.approx(2.0, abs=NEAR) and run.settings["loop"]["ran_out"]
+    assert run.end == pytest.approx(2.0, abs=NEAR) and run.settings["ran_out"]
 
 
 def test_a_user_who_was_refused_at_once_pauses(clock: Clock) -> None:
@@ -370,7 +371,21 @@ def test_a_run_is_stored_and_read_again(clock: Clock, tmp_path: Path) -> None:
     save_run(run, tmp_path / "new")
     assert load_run(tmp_path / "new") == run
     assert run.settings["target"] == {"name": "script", "url": "nowhere"} and run.settings["seed"] == 7
-    assert run.settings["loop"]["kind"] == "open" and run.provenance == {"machine": "none"}
+    assert run.settings["loop"] == "open" and run.provenance == {"machine": "none"}
+
+
+def test_settings_of_earlier_runs_are_flattened(clock: Clock, tmp_path: Path) -> None:
+    run = clock.run(closed_loop(taking(1.0), evenly(2, 4), users=2, settings={"users": 2.0, "seed": 7}))
+    save_run(run, tmp_path)
+    path, load = tmp_path / "run.json", {"users": 2.0, "seed": 7}
+    record = json.loads(path.read_text())
+    loop = {"kind": record["settings"].pop("loop")}
+    loop |= {name: record["settings"].pop(name) for name in ("think_s", "requests", "seconds", "ran_out", "warmup")}
+    loop |= {"users": record["settings"].pop("users"), "timeout_s": record["settings"].pop("timeout_s")}
+    del record["settings"]["seed"]
+    record["settings"] |= {"loop": loop, "load": load}
+    path.write_text(json.dumps(record))
+    assert load_run(tmp_path) == run
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import typer
 import yaml
 
-from nanoinfer.bench.options import Options, Plan
+from nanoinfer.bench.options import BenchConfig, LoadPlan
 from nanoinfer.cli.app import app
 from nanoinfer.models.fetch import SMOLLM2
 from nanoinfer.serve.middleware import OPEN
@@ -101,8 +101,8 @@ def test_there_are_commands_of_both_kinds_everywhere() -> None:
 def test_every_command_is_one(words: list[str]) -> None:
     params = parsed(words)
     if words[0] == "bench":
-        known = {name: value for name, value in params.items() if name in Options.__dataclass_fields__}
-        assert Plan(Options(**known)).slo is not None
+        known = {name: value for name, value in params.items() if name in BenchConfig.__dataclass_fields__}
+        assert LoadPlan(BenchConfig(**known)).slo is not None
     if words[0] == "serve":
         assert params["host"] == "0.0.0.0" and params["model"] in ("smollm2-135m", model_in_the_image())
     with pytest.raises(Exception, match=r"[Nn]o such option.*--prot"):
