@@ -14,7 +14,7 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 #: From the bottom up. A room may import rooms of lower floors, and no other room.
 FLOORS = (
-    ("errors", "log"),
+    ("errors", "log", "option_types"),
     ("store", "data", "show"),
     ("configs", "text", "sampling", "workload"),
     ("theory",),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.options import Device, Dtype, Model
+from nanoinfer.option_types import Device, Dtype, Model
 
 Address = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; without, a Ray on this machine alone.")

@@ -15,11 +15,6 @@ import typer
 Options = TypeVar("Options")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-Model = Annotated[str, typer.Argument(help="A name (see `nanoinfer models`), folder, .gguf file or hub id.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Slo = Annotated[str | None, typer.Option(help="Limits of a good request, as in ttft=200ms,tpot=50ms.")]
-Share = Annotated[float, typer.Option(help="Share of good requests at which a load still meets the SLO.")]
 
 
 def command(

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.options import Json, Share, Slo
+from nanoinfer.cli.options import Json
+from nanoinfer.option_types import Share, Slo
 from nanoinfer.show.text import console, emit
 
 commands = typer.Typer()

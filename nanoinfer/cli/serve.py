@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.options import Device, Dtype, Model
+from nanoinfer.option_types import Device, Dtype, Model
 
 commands = typer.Typer()
 

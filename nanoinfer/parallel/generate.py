@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from nanoinfer.engines.generate_options import GenerateOptions
 from nanoinfer.engines.record import completion_record, summary_line
-from nanoinfer.errors import RequestError, nearest
+from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.log import say
 from nanoinfer.measure.trace import Trace
 from nanoinfer.parallel.launch import launch
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from nanoinfer.engines.engine import Engine
     from nanoinfer.models.registry import LoadedModel
     from nanoinfer.parallel.collectives import Sent, Wire
-    from nanoinfer.sampling.params import SamplingParams
 
 T = TypeVar("T")
 SPLITS: Final = {"tp": "tensor parallel", "pp": "pipeline parallel"}
@@ -32,57 +32,32 @@ ENGINES: Final = ("naive", "cached", "batched", "continuous", "speculative")
 LONGEST_S: Final = 24 * 3600.0
 
 
-def generate(
-    model: str,
-    prompt: str,
-    params: SamplingParams,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    engine: str = "cached",
-    speed: str | None = None,
-    device: str = "cpu",
-    dtype: str = "float32",
-    seed: int = 0,
-    prints: bool = True,
-) -> dict[str, Any]:
+def generate(options: GenerateOptions, prints: bool = True) -> dict[str, Any]:
     """A reply by ``tp`` or ``pp`` ranks, as the record that ``nanoinfer generate --json`` prints.
 
-    Its ``parallel`` has the split, the bytes that each rank sent for the prompt and for the tokens behind the first,
-    and rank 0's calls by kind.
-
-    Args:
-        model: as :func:`nanoinfer.models.registry.load_model`.
-        prompt: a text.
-        params: without a seed, one is drawn, since all ranks must roll the same dice.
-        tp: ranks that share every layer.
-        pp: ranks that have some layers each.
-        engine: ``naive``, ``cached``, ``batched``, ``continuous`` or ``speculative``; ``cached`` alone with ``pp``.
-        speed: None; what else engines may use, ranks do not have.
-        device: ``cpu`` or ``cuda``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
-        seed: of random weights.
-        prints: the words to standard output, as they come.
+    Its ``parallel`` has the split, the bytes that each rank sent for the prompt and for the tokens after the first,
+    and rank 0's calls by kind. Without a seed, one is drawn, since all ranks must draw the same tokens. ``prints``
+    writes the text to standard output as it comes.
 
     Raises:
         RequestError: what cannot be split, or not so.
         NanoinferError: as one process raises it.
     """
-    split, ranks = _split(tp, pp, engine, speed)
+    split, ranks = _split(options)
     from nanoinfer.models.registry import check_dtype, find_model
 
-    find_model(model)
-    check_dtype(device, dtype)
+    params = options.sampling_params()
+    find_model(options.model)
+    check_dtype(options.device, options.dtype)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(63))
-    options: dict[str, Any] = {"model": model, "prompt": prompt, "params": asdict(params), "split": split}
-    options |= {"engine": engine, "device": device, "dtype": dtype, "seed": seed, "prints": prints}
-    answers = launch(f"{__name__}:reply", ranks, options, device=device, timeout_s=LONGEST_S)
+    task = {"options": asdict(options), "params": asdict(params), "split": split, "prints": prints}
+    answers = launch(f"{__name__}:reply", ranks, task, device=options.device, timeout_s=LONGEST_S)
     first: dict[str, Any] = answers[0]["record"]
     sent = {phase: [answer["sent"][phase] for answer in answers] for phase in ("prompt", "tokens")}
     each = sum(sent["tokens"]) / (n - 1) if (n := first["output_tokens"]) > 1 else None
-    told = {"split": SPLITS[split], "ranks": ranks, "sent_bytes": sent, "sent_bytes_per_token": each}
-    return {**first, "parallel": {**told, "rank_0": answers[0]["calls"]}}
+    traffic = {"split": SPLITS[split], "ranks": ranks, "sent_bytes": sent, "sent_bytes_per_token": each}
+    return {**first, "parallel": {**traffic, "rank_0": answers[0]["calls"]}}
 
 
 def figures_line(record: dict[str, Any]) -> str:
@@ -93,14 +68,14 @@ def figures_line(record: dict[str, Any]) -> str:
     return f"{line} | {told['ranks']} ranks, {told['split']}{sent}"
 
 
-def _split(tp: int, pp: int, engine: str, speed: str | None) -> tuple[str, int]:
+def _split(options: GenerateOptions) -> tuple[str, int]:
     """Which split over how many ranks."""
-    for name, ranks in (("tp", tp), ("pp", pp)):
-        if ranks < 1:
-            raise RequestError(f"--{name} must be at least 1, got {ranks}")
+    tp, pp, engine = options.tp, options.pp, options.engine
+    check("--tp", tp, at_least=1)
+    check("--pp", pp, at_least=1)
     if tp > 1 and pp > 1:
         raise RequestError("--tp and --pp do not go together here: give one of them")
-    if speed is not None:
+    if options.speed not in (None, "plain"):
         raise RequestError("--speed does not go with --tp or --pp: ranks run the plain model")
     if engine not in ENGINES:
         raise RequestError(f"no engine '{engine}' for several ranks; {nearest(engine, ENGINES)}")
@@ -112,39 +87,28 @@ def _split(tp: int, pp: int, engine: str, speed: str | None) -> tuple[str, int]:
 # --- what each rank does ----------------------------------------------------------------
 
 
-def reply(
-    wire: Wire,
-    model: str,
-    prompt: str,
-    params: dict[str, Any],
-    split: str,
-    engine: str,
-    device: str,
-    dtype: str,
-    seed: int,
-    prints: bool,
-) -> dict[str, Any]:
+def reply(wire: Wire, options: dict[str, Any], params: dict[str, Any], split: str, prints: bool) -> dict[str, Any]:
     """This rank's part: what it sent, and at rank 0 the record."""
     from nanoinfer.models.registry import load_model
     from nanoinfer.sampling.params import SamplingParams
 
-    settings = SamplingParams(**params)
+    asked, settings = GenerateOptions(**options), SamplingParams(**params)
     prints = prints and wire.rank == 0
     if prints and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # any text must print, whatever the locale
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
 
     def make() -> Engine:
-        loaded = load_model(model, device=device, dtype=dtype, seed=seed)
+        loaded = load_model(asked.model, device=asked.device, dtype=asked.dtype, seed=asked.seed or 0)
         if split == "pp":
             from nanoinfer.parallel.pipeline import PipelineEngine
 
             return PipelineEngine(loaded, wire)
-        return _on_slice(loaded, wire, engine, len(prompt.encode()) + 2 + settings.max_tokens)
+        return _on_slice(loaded, wire, asked.engine, len(asked.prompt.encode()) + 2 + settings.max_tokens)
 
     made = _in_turn(wire, make)
     wire.log.clear()
-    generation = made.stream(prompt, settings)
+    generation = made.stream(asked.prompt, settings)
     in_prompt = None
     for event in generation:
         in_prompt = len(wire.log) if in_prompt is None else in_prompt

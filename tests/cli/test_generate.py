@@ -80,6 +80,17 @@ def test_generate_json() -> None:
     assert json.loads(again.stdout)["token_ids"] == record["token_ids"]  # the same seed, the same words
 
 
+def test_every_engine_runs_without_optimizations() -> None:
+    plain = [run("generate", TINY, "--prompt", "hello", "--max-tokens", "4", "--speed", "plain")]
+    plain += [
+        run("generate", TINY, "-p", "hello", "--max-tokens", "4", "--engine", e, "--speed", "plain")
+        for e in ("naive", "continuous")
+    ]
+    assert {(result.exit_code, result.stdout) for result in plain} == {(0, plain[0].stdout)}
+    fails(run("generate", TINY, "--prompt", "x", "--speed", "fuse"), "engine 'cached' has no option 'speed'")
+    fails(run("generate", TINY, "--prompt", "x", "--speed", "plane"), "plain")
+
+
 def test_prompt_from_standard_input() -> None:
     piped = run("generate", TINY, "--prompt", "-", "--max-tokens", "4", stdin="hello\n")
     assert piped.exit_code == 0
@@ -289,7 +300,7 @@ def test_chat_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert result.stdout == "yes\nyes\n"
     assert asked == [5, 13]  # the refused message is forgotten, the first turn is not
-    assert "takes 30 tokens and only 16 fit" in result.stderr
+    assert "takes 30 tokens and only 16 fit with --max-tokens 4" in result.stderr
 
 
 def test_a_line_that_is_not_text_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
