@@ -23,7 +23,7 @@ from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.repeat import Timing, paired, repeat
 from nanoinfer.sampling.filters import Limits, best_few, keep_by_sorting
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sample import SamplerState, draw_by_sorting, sample, tempered
+from nanoinfer.sampling.sample import SamplerState, sample, sample_by_sorting, softmax_with_temperature
 
 VOCABULARIES = (49_152, 128_256)
 ROWS = (1, 32)
@@ -83,13 +83,13 @@ def point(kind: str, vocabulary: int, rows: int, setting: str, device: str, repe
         return Point(
             kind, vocabulary, rows, setting, 1 if setting == "greedy" else vocabulary, 0.0, spread(timing), None, None
         )
-    if chooser(sample)() != chooser(draw_by_sorting)():
+    if chooser(sample)() != chooser(sample_by_sorting)():
         raise SystemExit(f"{kind}, {vocabulary}, {setting}: the two ways chose different tokens")
     params = [SamplingParams(**fields)] * rows  # type: ignore[arg-type]
-    probs, limits = tempered(logits, params), Limits.of(params, vocabulary, logits.device)
+    probs, limits = softmax_with_temperature(logits, params), Limits.of(params, vocabulary, logits.device)
     kept = int(keep_by_sorting(probs, limits).sum(dim=-1).median())
     few = float(best_few(probs, limits)[2].float().mean())
-    both = paired(chooser(draw_by_sorting), chooser(sample), device=device, warmup=2, repeats=repeats)
+    both = paired(chooser(sample_by_sorting), chooser(sample), device=device, warmup=2, repeats=repeats)
     ratio = both.ratio.value, both.ratio.low, both.ratio.high
     return Point(kind, vocabulary, rows, setting, kept, few, spread(both.b), spread(both.a), ratio)
 

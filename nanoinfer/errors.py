@@ -68,7 +68,7 @@ def check(
     """
     if not isinstance(value, bool) and isinstance(value, Integral if whole else Real):
         number: Any = value
-        if math.isfinite(number) and above < number < below and at_least <= number <= at_most:
+        if above < number < below and at_least <= number <= at_most:  # never true of NaN, nor of an infinity
             return
     limits = (("above", above), ("at least", at_least), ("below", below), ("at most", at_most))
     wanted = " and ".join(f"{word} {limit:,.12g}" for word, limit in limits if math.isfinite(limit))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoinfer.sampling.sample import pick
+from nanoinfer.sampling.sample import sample_inverse_cdf
 
 
 def judge(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
@@ -29,7 +29,7 @@ def judge(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
     if u * float(q[token]) < float(p[token]):
         return token
     draw = torch.tensor([[v]], dtype=torch.float64, device=p.device)
-    return int(pick(leftover(p, q)[None], draw))
+    return int(sample_inverse_cdf(leftover(p, q)[None], draw))
 
 
 def leftover(p: Tensor, q: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.sampling.sample import SamplerState, distribution, penalise, pick, roll, sample
+from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample, sample_inverse_cdf, uniform_draws
 
 LONGEST = 3  # tokens of the text's end that are looked up
 
@@ -99,7 +99,7 @@ class ModelDraft:
                 token = int(sample(logits, [guess]))
             else:
                 q = distribution(penalise(logits.float(), [guess]), [state.params])
-                token = int(pick(q, roll([guess], q.device)))
+                token = int(sample_inverse_cdf(q, uniform_draws([guess], q.device)))
                 probs.append(q[0])
             tokens.append(token)
             guess.generated.append(token)

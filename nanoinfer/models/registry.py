@@ -17,13 +17,14 @@ import torch
 
 from nanoinfer.configs.config import SHAPES, ModelConfig, check_runnable
 from nanoinfer.configs.huggingface import from_hf, read_json
-from nanoinfer.errors import DeviceError, ModelError, RequestError, TokenizerError, nearest
+from nanoinfer.errors import DeviceError, ModelError, TokenizerError, nearest
 from nanoinfer.models import fetch
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import build, n_parameters
 from nanoinfer.models.weights import assemble, load_folder, random_state
+from nanoinfer.sampling.params import check_seed
 from nanoinfer.store import cache_dir
 from nanoinfer.text.tokenizer import Tokenizer, gguf_eos_ids
 from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
@@ -143,11 +144,7 @@ def load_model(
     Raises:
         NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
     """
-    place, kind = check_device(device), check_dtype(device, dtype)
-    number: object = seed
-    if not isinstance(number, int) or not -(2**63) <= number < 2**63:
-        raise RequestError(f"seed must be a 64-bit whole number, got {seed!r}")
-    return find_model(str(name))(place, kind, number)
+    return find_model(str(name))(check_device(device), check_dtype(device, dtype), check_seed(seed))
 
 
 def find_model(name: str) -> Loader:

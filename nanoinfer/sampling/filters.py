@@ -1,10 +1,10 @@
-"""Which ids top-k, top-p and min-p keep: once by sorting, the plain way, and once without.
+"""Which ids top-k, top-p and min-p keep: once by sorting, as the reference, and once without.
 
 A sort puts the whole vocabulary in order to find a boundary that most often lies among the
 first few dozen ids. So: take the few best of each row, and filter those. A row whose boundary
 lies further down is counted into buckets instead, by the leading bits of its probabilities.
 
-All three ways keep the same ids, to the last tie. Sums decide who stays, and a sum of floats
+All three keep the same ids, to the last tie. Sums decide which ids stay, and a sum of floats
 depends on its order; so masses are whole numbers of 2**-48, whose sums are exact in fp64.
 """
 
@@ -12,28 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-FEW = 512  # ids of a row that are looked at before it is counted: most nuclei are smaller
+from nanoinfer.sampling.params import SamplingParams
 
-
-class Filters(Protocol):
-    """What a request wants kept; :class:`nanoinfer.sampling.params.SamplingParams` is one."""
-
-    @property
-    def top_k(self) -> int:
-        """The k most likely ids; 0 is off."""
-
-    @property
-    def top_p(self) -> float:
-        """The fewest most likely ids whose mass reaches p; 1 is off."""
-
-    @property
-    def min_p(self) -> float:
-        """Ids at least so likely, as a share of the most likely one; 0 is off."""
+FEW = 512  # ids of a row that are filtered before it is counted: most nuclei are smaller
 
 
 class Limits(NamedTuple):
@@ -44,7 +30,7 @@ class Limits(NamedTuple):
     min_p: Tensor
 
     @classmethod
-    def of(cls, params: Sequence[Filters], vocab: int, device: torch.device) -> Limits:
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Limits:
         """Of one request a row; a ``top_k`` that the vocabulary does not exceed is off."""
         rows = [[p.top_k if 0 < p.top_k < vocab else math.inf, p.top_p, p.min_p] for p in params]
         return cls(*torch.tensor(rows, dtype=torch.float64, device=device).T[:, :, None])
@@ -64,19 +50,19 @@ def keep_ordered(ordered: Tensor, limits: Limits) -> Tensor:
 
     Top-k, then top-p, then min-p, each on what the one before left. Top-p keeps an id when the mass
     *before* it is below p of what top-k left: so the id that crosses p stays, and so does the first
-    whatever p is. The columns may be the N best of more, if the answer leaves room: see :func:`best_few`.
+    whatever p is. The columns may be the N best of more, if some of them are dropped: see :func:`best_few`.
     """
     keep = (torch.arange(ordered.shape[-1], device=ordered.device) < limits.top_k) & (ordered > 0)
-    own = mass(ordered) * keep
-    before = own.cumsum(dim=-1) - own
-    keep &= (before < top_p_reach(own, limits)) | (limits.top_p >= 1.0)
+    masses = mass(ordered) * keep
+    before = masses.cumsum(dim=-1) - masses
+    keep &= (before < top_p_reach(masses, limits)) | (limits.top_p >= 1.0)
     return keep & (ordered >= limits.min_p * ordered[:, :1])
 
 
-def top_p_reach(own: Tensor, limits: Limits) -> Tensor:
-    """The mass ``[R, 1]`` that top-p has to reach: p of what top-k left, whose masses are ``own``."""
-    whole = torch.where(limits.top_k.isinf(), 2.0**48, own.sum(dim=-1, keepdim=True))
-    return (limits.top_p * whole).clamp_(min=1.0)
+def top_p_reach(masses: Tensor, limits: Limits) -> Tensor:
+    """The mass ``[R, 1]`` that top-p has to reach: p of the ``masses`` ``[R, N]`` that top-k left."""
+    total = torch.where(limits.top_k.isinf(), 2.0**48, masses.sum(dim=-1, keepdim=True))
+    return (limits.top_p * total).clamp_(min=1.0)
 
 
 def keep_by_sorting(probs: Tensor, limits: Limits) -> Tensor:
@@ -86,7 +72,7 @@ def keep_by_sorting(probs: Tensor, limits: Limits) -> Tensor:
 
 
 def best_few(probs: Tensor, limits: Limits, few: int = FEW) -> tuple[Tensor, Tensor, Tensor]:
-    """Filter the ``few`` best ids of each row; those of some rows will not do.
+    """Filter the ``few`` best ids of each row, which is all that most rows need.
 
     Returns:
         ids ``[R, few]``, ascending; their probabilities ``[R, few]``, 0 for dropped ones;
@@ -97,34 +83,35 @@ def best_few(probs: Tensor, limits: Limits, few: int = FEW) -> tuple[Tensor, Ten
     best = probs.gather(-1, ids)
     ordered, order = best.sort(dim=-1, descending=True, stable=True)
     keep = keep_ordered(ordered, limits)
-    # An id as likely as the last may have twins that did not come along, with lower ids than it has.
-    room = ~(keep & (ordered == ordered[:, -1:])).any(dim=-1) & ((limits.top_k <= few) | limits.top_k.isinf())[:, 0]
+    # An id as likely as the last of the few may have equals outside of them, with lower ids.
+    at_edge = (keep & (ordered == ordered[:, -1:])).any(dim=-1)
+    complete = ~at_edge & ((limits.top_k <= few) | limits.top_k.isinf())[:, 0]
     kept = best * torch.zeros_like(keep).scatter_(-1, order, keep)
-    return ids, kept, room if few < probs.shape[-1] else torch.ones_like(room)
+    return ids, kept, complete if few < probs.shape[-1] else torch.ones_like(complete)
 
 
 def keep_ids(probs: Tensor, limits: Limits, few: int = FEW) -> Tensor:
-    """Which ids stay, ``[R, V]`` bool in id order: among the few best where they will do, else by counting."""
-    ids, kept, enough = best_few(probs, limits, few)
-    mask = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, ids, kept > 0)
-    more = (~enough).nonzero()[:, 0]
-    if len(more):
-        mask[more] = keep_by_counting(probs[more], limits.rows(more))
-    return mask
+    """Which ids stay, ``[R, V]`` bool in id order: among the few best where that is complete, else by counting."""
+    ids, kept, complete = best_few(probs, limits, few)
+    keep = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, ids, kept > 0)
+    rest = (~complete).nonzero()[:, 0]
+    if len(rest):
+        keep[rest] = keep_by_counting(probs[rest], limits.rows(rest))
+    return keep
 
 
 def keep_by_counting(probs: Tensor, limits: Limits) -> Tensor:
     """Which ids stay, ``[R, V]`` bool in id order, without a sort however many they are."""
     keep = probs > 0
-    own = mass(probs)
+    masses = mass(probs)
     if not limits.top_k.isinf().all():
-        keep &= leading(probs, torch.ones_like(own), limits.top_k)
+        keep &= top_by_counting(probs, torch.ones_like(masses), limits.top_k)
     if (limits.top_p < 1.0).any():
-        keep &= leading(probs, own, top_p_reach(own * keep, limits)) | (limits.top_p >= 1.0)
+        keep &= top_by_counting(probs, masses, top_p_reach(masses * keep, limits)) | (limits.top_p >= 1.0)
     return keep & (probs >= limits.min_p * probs.amax(dim=-1, keepdim=True))
 
 
-def leading(probs: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+def top_by_counting(probs: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
     """The most likely ids, lowest first among equals, until their weight reaches ``reach``: ``[R, V]`` bool.
 
     Args:
@@ -132,7 +119,7 @@ def leading(probs: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
         weight: of each id, ``[R, V]`` fp64 whole numbers, the same for equals. Ones count ids, masses add up mass.
         reach: ``[R, 1]`` fp64. An id stays when the weight before it is less.
     """
-    bits = probs.view(torch.int32)  # floats that are not negative stand in the order of their bits
+    bits = probs.view(torch.int32)  # floats that are not negative have the order of their bits
     edge = torch.zeros_like(reach, dtype=torch.int32)  # the least probability that stays, ten bits at a time
     above = torch.zeros_like(reach)
     for shift in (20, 10, 0):

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal
 
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check
 
-WHOLE = ("max_tokens", "n", "top_k", "seed", "logprobs")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-Kind = tuple[type, Callable[[Any], int | float], str]
-WHOLE_NUMBER: Kind = (Integral, int, "whole number")
-NUMBER: Kind = (Real, float, "number")
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    """Callers pass nothing, one, or a list of any kind."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return () if value is None else (value,)
-    return tuple(value)
+LIMITS: Mapping[str, Mapping[str, Any]] = {
+    "max_tokens": {"at_least": 0, "whole": True},
+    "temperature": {"at_least": 0.0},
+    "top_k": {"at_least": 0, "whole": True},
+    "top_p": {"at_least": 0.0, "at_most": 1.0},
+    "min_p": {"at_least": 0.0, "at_most": 1.0},
+    "repetition_penalty": {"at_least": 1e-3, "at_most": 1e3},
+    "frequency_penalty": {"at_least": -1e3, "at_most": 1e3},
+    "presence_penalty": {"at_least": -1e3, "at_most": 1e3},
+    "logprobs": {"at_least": 0, "whole": True},
+    "n": {"at_least": 1, "whole": True},
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class SamplingParams:
         presence_penalty: subtracted once from every token that was generated; 0 is off.
         seed: None draws a fresh one. Of ``n`` samples the first has this seed, the next the number after it.
         stop: texts that end the request; they are not delivered.
-        stop_ids: token ids that end the request, beside the model's own end-of-sequence ids.
-        logprobs: None, or how many alternatives to report beside each chosen token.
+        stop_ids: token ids that end the request, in addition to the model's own end-of-sequence ids.
+        logprobs: None, or how many alternatives to report with each chosen token.
         ignore_eos: generate on through end-of-sequence ids (for benchmarks).
         on_full: what to do when the context is full: ``stop`` with reason "length", or ``crop``
             to the last ``context`` tokens at every step, as NanoGPT does.
@@ -67,37 +66,36 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_ids"):
-            object.__setattr__(self, name, _several(getattr(self, name)))
-        for name in (*WHOLE, *NUMBERS):
-            value = getattr(self, name)
-            if value is None and name in ("seed", "logprobs"):
+        for name, limits in LIMITS.items():
+            if (value := getattr(self, name)) is None and name == "logprobs":
                 continue
-            kind, plain, wanted = NUMBER if name in NUMBERS else WHOLE_NUMBER
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise RequestError(f"{name} must be a {wanted}, got {value!r}")
-            object.__setattr__(self, name, plain(value))  # numpy's numbers too
-        checks: tuple[tuple[str, bool, str], ...] = (
-            ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0.0 <= self.temperature < math.inf, "at least 0 and finite"),
-            ("n", self.n >= 1, "at least 1"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
-            ("top_p", 0.0 <= self.top_p <= 1.0, "between 0 and 1 (1 is off)"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1 (0 is off)"),
-            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "between 0.001 and 1000 (1 is off)"),
-            ("frequency_penalty", abs(self.frequency_penalty) <= 1e3, "between -1000 and 1000 (0 is off)"),
-            ("presence_penalty", abs(self.presence_penalty) <= 1e3, "between -1000 and 1000 (0 is off)"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit number"),
-            ("on_full", self.on_full in ("stop", "crop"), "'stop' or 'crop'"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty texts"),
-            ("stop_ids", all(isinstance(i, Integral) for i in self.stop_ids), "token ids"),
-        )
-        for name, ok, wanted in checks:
-            if not ok:
-                raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+            check(name, value, **limits)
+            object.__setattr__(self, name, int(value) if "whole" in limits else float(value))  # of NumPy's numbers too
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_seed(self.seed))
+        for name, kind, wanted in (("stop", str, "non-empty texts"), ("stop_ids", Integral, "token ids")):
+            values = _as_tuple(getattr(self, name))
+            if not all(isinstance(value, kind) and value != "" for value in values):
+                raise RequestError(f"{name} must be {wanted}, got {values!r}")
+            object.__setattr__(self, name, values)
+        if self.on_full not in ("stop", "crop"):
+            raise RequestError(f"on_full must be 'stop' or 'crop', got {self.on_full!r}")
 
     @property
     def penalises(self) -> bool:
-        """Whether what was said before bears on what is said next."""
+        """Whether the logits depend on the tokens of the prompt or those generated before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+def check_seed(seed: object) -> int:
+    """The seed as an int. Raises :class:`RequestError` for what no random generator takes."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**63:
+        raise RequestError(f"seed must be a 64-bit whole number, got {seed!r}")
+    return int(seed)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Callers pass None, a single value, or a list of any kind."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return () if value is None else (value,)
+    return tuple(value)

@@ -1,8 +1,8 @@
-"""From logits to a token, for a batch whose rows each have settings of their own.
+"""From logits to a token, for a batch in which each row has its own settings.
 
 The order is fixed: repetition penalty, frequency and presence penalty, temperature,
 top-k, top-p, min-p, each on what the one before left. Temperature 0 is greedy (the
-lowest id on a tie). Each row draws one uniform number from a generator of its own,
+lowest id on a tie). Each row draws one uniform number from its own generator,
 so what a seeded request says never depends on its neighbours in the batch.
 """
 
@@ -21,7 +21,7 @@ from nanoinfer.sampling.params import SamplingParams
 
 @dataclass
 class SamplerState:
-    """What sampling remembers of one request: its settings, its history, its dice."""
+    """What sampling remembers of one request: its settings, its history, its random generator."""
 
     params: SamplingParams
     prompt_ids: Sequence[int]
@@ -29,7 +29,7 @@ class SamplerState:
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        # The dice live on the CPU whatever the model's device, so that a seed means the same everywhere.
+        # On the CPU whatever the model's device, so that a seed means the same everywhere.
         self.generator = torch.Generator()
         if self.params.seed is None:
             self.generator.seed()
@@ -41,97 +41,97 @@ class SamplerState:
         return float(torch.rand((), generator=self.generator, dtype=torch.float64))
 
 
+Sampler = Callable[[Tensor, Sequence[SamplerState]], Tensor]
+
+
 def sample(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """Choose one token a row: ``[B, V]`` logits in, ``[B]`` int64 ids out, on the logits' device.
 
     Does not record the tokens: the caller appends them to ``state.generated``.
     """
     logits = penalise(logits.float(), states)
-    ways: dict[Way, list[int]] = {}
+    groups: dict[Sampler, list[int]] = {}
     for row, state in enumerate(states):
-        ways.setdefault(way_of(state.params), []).append(row)
-    if len(ways) == 1:
-        (way,) = ways
-        return way(logits, states).to(logits.device)
+        groups.setdefault(sampler_for(state.params), []).append(row)
+    if len(groups) == 1:
+        (sampler,) = groups
+        return sampler(logits, states).to(logits.device)
     tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)
-    for way, rows in ways.items():
+    for sampler, rows in groups.items():
         index = torch.tensor(rows, device=logits.device)
-        tokens[index] = way(logits[index], [states[i] for i in rows]).to(tokens.device)
+        tokens[index] = sampler(logits[index], [states[i] for i in rows]).to(tokens.device)
     return tokens
 
 
-Way = Callable[[Tensor, Sequence[SamplerState]], Tensor]
-
-
-def way_of(params: SamplingParams) -> Way:
-    """How a row's token is chosen: rows of one way go together."""
+def sampler_for(params: SamplingParams) -> Sampler:
+    """The function that chooses tokens under these settings; rows that share it are computed together."""
     if params.temperature == 0:
-        return take_best
-    return draw_kept if params.top_k or params.top_p < 1.0 or params.min_p else draw_any
+        return sample_greedy
+    return sample_filtered if params.top_k or params.top_p < 1.0 or params.min_p else sample_unfiltered
 
 
-def take_best(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+def sample_greedy(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """The most likely id of each row, ``[R]``; the lowest on a tie."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.float().numpy().argmax(axis=-1))  # several times as fast as PyTorch's there
     return logits.argmax(dim=-1)
 
 
-def draw_any(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+def sample_unfiltered(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """One id a row, ``[R]``, from the whole vocabulary."""
-    probs = tempered(logits, [s.params for s in states])
-    return pick(probs, roll(states, probs.device))
+    probs = softmax_with_temperature(logits, [s.params for s in states])
+    return sample_inverse_cdf(probs, uniform_draws(states, probs.device))
 
 
-def draw_kept(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """One id a row, ``[R]``, from what the row's filters keep; they need not be the same for all rows."""
+def sample_filtered(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """One id a row, ``[R]``, from what the row's filters keep; rows may have different filters."""
     params = [s.params for s in states]
-    probs = tempered(logits, params)
-    draws = roll(states, probs.device)
+    probs = softmax_with_temperature(logits, params)
+    draws = uniform_draws(states, probs.device)
     limits = Limits.of(params, probs.shape[-1], probs.device)
-    ids, kept, enough = best_few(probs, limits)
-    tokens = ids.gather(-1, pick(kept, draws)[:, None])[:, 0]
-    more = (~enough).nonzero()[:, 0]
-    if len(more):
-        kept = probs[more] * keep_by_counting(probs[more], limits.rows(more))
-        tokens[more] = pick(kept, draws[more])
+    ids, kept, complete = best_few(probs, limits)
+    tokens = ids.gather(-1, sample_inverse_cdf(kept, draws)[:, None])[:, 0]
+    rest = (~complete).nonzero()[:, 0]
+    if len(rest):
+        kept = probs[rest] * keep_by_counting(probs[rest], limits.rows(rest))
+        tokens[rest] = sample_inverse_cdf(kept, draws[rest])
     return tokens
 
 
-def draw_by_sorting(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """The same tokens as :func:`draw_kept`, with every row sorted whole: the reference, and slow."""
+def sample_by_sorting(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """The same tokens as :func:`sample_filtered`, with every row sorted whole: the reference, and slow."""
     params = [s.params for s in states]
-    probs = tempered(logits, params)
+    probs = softmax_with_temperature(logits, params)
     keep = keep_by_sorting(probs, Limits.of(params, probs.shape[-1], probs.device))
-    return pick(probs * keep, roll(states, probs.device))
+    return sample_inverse_cdf(probs * keep, uniform_draws(states, probs.device))
 
 
-def roll(states: Sequence[SamplerState], device: torch.device) -> Tensor:
-    """Each row's own dice, once: ``[R, 1]`` fp64."""
+def uniform_draws(states: Sequence[SamplerState], device: torch.device) -> Tensor:
+    """The next number of each row's generator, ``[R, 1]`` fp64 in [0, 1)."""
     return torch.tensor([[s.draw()] for s in states], dtype=torch.float64, device=device)
 
 
-def tempered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Probabilities after temperature, before filters, ``[R, V]`` fp32; all temperatures above 0."""
-    if logits.device.type == "mps":  # has no fp64, which the filters and the draw count in
+def softmax_with_temperature(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities before filters, ``[R, V]`` fp32; all temperatures must be above 0."""
+    if logits.device.type == "mps":  # has no fp64, in which the filters and the draws are computed
         logits = logits.cpu()
-    # The largest logit is taken off first, or a tiny temperature would overflow to inf - inf; and one that
+    # The largest logit is subtracted first, or a tiny temperature would overflow to inf - inf; and one that
     # fp32 cannot hold would be 0.
     least = torch.finfo(torch.float32).tiny
     temperature = torch.tensor([[max(p.temperature, least)] for p in params], device=logits.device)
     return (logits.float() - logits.amax(dim=-1, keepdim=True)).div_(temperature).softmax(dim=-1)
 
 
-def pick(probs: Tensor, draws: Tensor) -> Tensor:
-    """The first column of each row, ``[R]``, at which the running mass exceeds the draw.
+def sample_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
+    """The first column of each row, ``[R]``, at which the cumulative mass exceeds the draw.
 
     ``probs`` is ``[R, N]``, whose rows need not sum to 1; ``draws`` is ``[R, 1]`` fp64 in [0, 1).
-    A column of probability 0 is never picked.
+    A column of probability 0 is never chosen.
     """
-    running = mass(probs).cumsum(dim=-1)
-    total = running[:, -1:]
+    cumulative = mass(probs).cumsum(dim=-1)
+    total = cumulative[:, -1:]
     point = torch.minimum(draws * total, total - 1.0)  # rounding must not point past the last column
-    return torch.searchsorted(running, point, right=True)[:, 0]
+    return torch.searchsorted(cumulative, point, right=True)[:, 0]
 
 
 def penalise(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
@@ -150,14 +150,14 @@ def penalise(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     if any(counts):
         rows, ids = _rows_and_ids(counts, logits.device)
         times = torch.tensor([n for count in counts for n in count.values()], device=logits.device)
-        setting = torch.tensor([[p.frequency_penalty, p.presence_penalty] for p in params], device=logits.device)
-        frequency, presence = setting[rows].T
+        penalties = torch.tensor([[p.frequency_penalty, p.presence_penalty] for p in params], device=logits.device)
+        frequency, presence = penalties[rows].T
         logits = logits.index_put((rows, ids), logits[rows, ids] - (frequency * times + presence))
     return logits
 
 
 def _rows_and_ids(groups: Sequence[Collection[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The distinct ids of every row, one after the other, and the row of each."""
+    """The distinct ids of every row, one row after the other, and the row of each id."""
     lengths = torch.tensor([len(group) for group in groups])
     rows = torch.arange(len(groups)).repeat_interleave(lengths).to(device)
     return rows, torch.tensor([i for group in groups for i in group], device=device)
@@ -168,21 +168,16 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     After temperature and filters, without penalties. All temperatures must be above 0.
     """
-    probs = tempered(logits, params)
+    probs = softmax_with_temperature(logits, params)
     kept = probs * keep_ids(probs, Limits.of(params, probs.shape[-1], probs.device))
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The model's own log-probabilities, before penalties, temperature and filters.
-
-    Args:
-        logits: raw, ``[B, V]``.
-        chosen: ``[B]`` ids.
-        count: how many most likely ids to report.
+    """The model's own log-probabilities of raw logits ``[B, V]``: before penalties, temperature and filters.
 
     Returns:
-        of the chosen ids ``[B]``; of the ``count`` best ``[B, count]``; their ids ``[B, count]``.
+        of the chosen ids ``[B]``; of the ``count`` most likely ids ``[B, count]``; these ids ``[B, count]``.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     best, ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)

@@ -23,7 +23,7 @@ from nanoinfer.engines.request import Completion
 from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sample import SamplerState, distribution, penalise, pick
+from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample_inverse_cdf
 
 Rule = Callable[[Tensor, Tensor, int, float, float], int]
 P = [1, 6, 2, 4, 3]  # sixteenths
@@ -98,12 +98,14 @@ def always_keep(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
 
 def redraw_from_p(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
     """The classic mistake: what was not kept is drawn again from p, and not from what is lacking."""
-    return token if u * q[token] < p[token] else int(pick(p[None], torch.tensor([[v]], dtype=torch.float64)))
+    return (
+        token if u * q[token] < p[token] else int(sample_inverse_cdf(p[None], torch.tensor([[v]], dtype=torch.float64)))
+    )
 
 
 def turned_round(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
     kept = u * p[token] < q[token]
-    return token if kept else int(pick(leftover(p, q)[None], torch.tensor([[v]], dtype=torch.float64)))
+    return token if kept else int(sample_inverse_cdf(leftover(p, q)[None], torch.tensor([[v]], dtype=torch.float64)))
 
 
 def with_one_die(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
@@ -116,7 +118,7 @@ def chi_square(rule: Rule, q: list[int], draws: int = 4000) -> float:
     generator = torch.Generator().manual_seed(7)
     dice = torch.rand(draws, 3, 1, 1, generator=generator, dtype=torch.float64)
     p, drafted = share(P), share(q)
-    tokens = [rule(p, drafted, int(pick(drafted[None], d)), float(u), float(v)) for d, u, v in dice]
+    tokens = [rule(p, drafted, int(sample_inverse_cdf(drafted[None], d)), float(u), float(v)) for d, u, v in dice]
     wanted = p * draws
     return float(((torch.bincount(torch.tensor(tokens), minlength=5) - wanted) ** 2 / wanted).sum())
 

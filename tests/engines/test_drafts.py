@@ -12,7 +12,7 @@ from nanoinfer.engines.drafts import LONGEST, Draft, ModelDraft, PromptLookup
 from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sample import SamplerState, distribution, penalise, pick
+from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample_inverse_cdf
 from tests.engines.helpers import GPT2, LLAMA, nan_behind, tiny
 
 GREEDY = SamplingParams(max_tokens=10)
@@ -91,7 +91,7 @@ class TestModelDraft:
 
     def test_probs_are_what_the_tokens_were_drawn_from(self, family: str) -> None:
         state, same, loaded = SamplerState(SAMPLED, [1, 2], [9]), SamplerState(SAMPLED, []), TINY[family]
-        dice = [same.draw() for _ in range(5)]
+        draws = [same.draw() for _ in range(5)]
         tokens, probs = ModelDraft(loaded.model, 12).propose(state, 4)
         assert probs is not None
         for i, (token, q) in enumerate(zip(tokens, probs, strict=True)):
@@ -99,8 +99,8 @@ class TestModelDraft:
             logits = loaded.model(torch.tensor([[1, 2, *then.generated]]), torch.arange(3 + i)[None])[:, -1]
             p = distribution(penalise(logits, [then]), [SAMPLED])
             assert torch.allclose(q, p[0], atol=1e-5)
-            assert token == int(pick(p, torch.tensor([[dice[i]]], dtype=torch.float64)))
-        assert state.draw() == dice[4]  # the text's own dice, four of them rolled
+            assert token == int(sample_inverse_cdf(p, torch.tensor([[draws[i]]], dtype=torch.float64)))
+        assert state.draw() == draws[4]  # the request's own generator, of which four numbers were used
 
     def test_drafts_end_where_the_text_or_the_context_does(self, family: str) -> None:
         model, context = TINY[family].model, TINY[family].model.config.context

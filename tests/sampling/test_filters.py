@@ -28,10 +28,10 @@ from nanoinfer.sampling.sample import (
     SamplerState,
     SamplingParams,
     distribution,
-    draw_by_sorting,
-    pick,
     sample,
-    tempered,
+    sample_by_sorting,
+    sample_inverse_cdf,
+    softmax_with_temperature,
 )
 
 
@@ -82,7 +82,7 @@ def test_all_ways_keep_the_same_ids(data: st.DataObject) -> None:
     rows.append(([3.0] * vocab, SamplingParams(temperature=1.0, top_p=0.5)))
     logits = torch.tensor([[0.0, *values[1:]] for values, _ in rows])  # id 0 is finite: no row is empty
     params = [p for _, p in rows]
-    probs = tempered(logits, params)
+    probs = softmax_with_temperature(logits, params)
     at = limits(vocab, *params)
     reference = keep_by_sorting(probs, at)
     for row, p, mask in zip(probs.tolist(), params, reference, strict=True):
@@ -111,7 +111,7 @@ def test_all_ways_agree_beyond_the_few_best(seed: int, spread: float, digits: in
         (5, 0.5, 0.0),
     ]
     params = [SamplingParams(temperature=1.0, top_k=k, top_p=p, min_p=m) for k, p, m in settings_of]
-    probs, at = tempered(logits, params), limits(vocab, *params)
+    probs, at = softmax_with_temperature(logits, params), limits(vocab, *params)
     assert torch.equal(keep_ids(probs, at), keep_by_sorting(probs, at))
 
 
@@ -184,7 +184,7 @@ def chi_square_p(counts: NDArray[np.int64], shares: NDArray[np.float64]) -> floa
 
 
 def counted(params: SamplingParams, spread: float, vocab: int = 2 * FEW) -> NDArray[np.int64]:
-    """How often each id comes in 20,000 draws: 100 rows with dice of their own, 200 times."""
+    """How often each id comes in 20,000 draws: 100 rows with a generator each, 200 times."""
     logits = logits_of(vocab, spread, rows=100)
     states = [SamplerState(SamplingParams(**{**vars(params), "seed": row}), [0]) for row in range(100)]
     tokens = torch.cat([sample(logits, states) for _ in range(200)])
@@ -237,13 +237,13 @@ def test_the_same_tokens_as_by_sorting_alone_and_in_company() -> None:
     ]
     together, alone, sorting = ([SamplerState(p, [0]) for p in params] for _ in range(3))
     for _ in range(20):
-        tokens = draw_by_sorting(logits, sorting).tolist()
+        tokens = sample_by_sorting(logits, sorting).tolist()
         assert sample(logits, together).tolist() == tokens
         assert [int(sample(logits[i : i + 1], [s])) for i, s in enumerate(alone)] == tokens
 
 
 def test_a_draw_next_to_one_picks_the_last_kept_column() -> None:
     last = torch.tensor([[1.0 - 2**-53]], dtype=torch.float64)
-    assert pick(torch.tensor([[0.5, 0.25, 0.25, 0.0]]), last).tolist() == [2]
-    assert pick(torch.tensor([[1.0, 1e-9, 0.0]]), last).tolist() == [1]
-    assert pick(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 1, dtype=torch.float64)).tolist() == [1]
+    assert sample_inverse_cdf(torch.tensor([[0.5, 0.25, 0.25, 0.0]]), last).tolist() == [2]
+    assert sample_inverse_cdf(torch.tensor([[1.0, 1e-9, 0.0]]), last).tolist() == [1]
+    assert sample_inverse_cdf(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 1, dtype=torch.float64)).tolist() == [1]
