@@ -34,7 +34,7 @@ from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance, usable_cores
 from nanoinfer.measure.trace import Trace
 from nanoinfer.workload.arrivals import constant
-from nanoinfer.workload.workload import Work, due
+from nanoinfer.workload.items import WorkItem, schedule_at
 
 MODEL, WORDS = "random:tiny-llama", ("--dtype", "float32")
 PROMPT, OUTPUT = 64, 180  # tokens
@@ -66,7 +66,7 @@ async def under_load(
 ) -> dict[str, Any]:
     """A steady load, in the middle of which something is killed; what became of every request."""
     rng = random.Random(0)
-    works = [Work([rng.randrange(vocab) for _ in range(PROMPT)], OUTPUT) for _ in range(round(rate_s * seconds))]
+    works = [WorkItem([rng.randrange(vocab) for _ in range(PROMPT)], OUTPUT) for _ in range(round(rate_s * seconds))]
     target = await HttpTarget.connect(url, model=MODEL)
     ended: list[tuple[float, Trace]] = []
     before = replicas(url)
@@ -84,7 +84,10 @@ async def under_load(
 
     run, (struck, whole_s) = await asyncio.gather(
         open_loop(
-            target, due(works, constant(rate_s)), watch=lambda trace: ended.append((now(), trace)), timeout_s=120
+            target,
+            schedule_at(works, constant(rate_s)),
+            watch=lambda trace: ended.append((now(), trace)),
+            timeout_s=120,
         ),
         strike(),
     )
@@ -244,7 +247,7 @@ async def alone(url: str, model: str, seed: int) -> tuple[float, float]:
 # --- routing --------------------------------------------------------------------------
 
 
-def conversations(talks: int, turns: int, seed: int = 0) -> list[Work]:
+def conversations(talks: int, turns: int, seed: int = 0) -> list[WorkItem]:
     """Prompts of growing conversations, a turn of each at a time; every one goes on from its last."""
     rng = random.Random(seed)
     pasts = [[rng.randrange(256) for _ in range(64)] for _ in range(talks)]
@@ -252,11 +255,11 @@ def conversations(talks: int, turns: int, seed: int = 0) -> list[Work]:
     for _ in range(turns):
         for past in rng.sample(pasts, talks):
             past += [rng.randrange(256) for _ in range(32)]
-            works.append(Work(list(past), 8))
+            works.append(WorkItem(list(past), 8))
     return works
 
 
-async def found_share(url: str, works: Sequence[Work], users: int) -> float:
+async def found_share(url: str, works: Sequence[WorkItem], users: int) -> float:
     """Of all prompt tokens, those that were in the cache of the replica that answered."""
     target = await HttpTarget.connect(url, model=MODEL)
     run = await closed_loop(target, works, users=users, requests=len(works))

@@ -28,7 +28,7 @@ from nanoinfer.errors import ModelError, NanoinferError
 from nanoinfer.measure.environment import provenance
 from nanoinfer.models import fetch
 from nanoinfer.models.registry import load_model
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 PROMPTS = (
     "The sea is",
@@ -90,7 +90,7 @@ async def measure(address: str, tokens: int) -> dict[str, Any]:
     target = await HttpTarget.connect(
         address, count=lambda text: len(tokenizer.encode(text)), ignore_eos=False, extra={"temperature": 0}
     )
-    work = [Work(prompt, tokens) for prompt in PROMPTS]
+    work = [WorkItem(prompt, tokens) for prompt in PROMPTS]
     run = await closed_loop(target, work, users=2, seconds=None, requests=len(work))
     own = [await own_count(address, target.model, prompt, tokens) for prompt in PROMPTS]
     await target.close()

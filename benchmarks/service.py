@@ -28,7 +28,7 @@ from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import ttft_service
 from nanoinfer.measure.stats import present, ratio_of_medians
 from nanoinfer.optimize.options import Optimizations
-from nanoinfer.workload.workload import log_normal_work
+from nanoinfer.workload.items import log_normal_work
 
 USERS, REQUESTS, LENGTHS = 32, 96, (16, 128)
 

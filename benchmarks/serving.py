@@ -33,7 +33,7 @@ from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.simulate.simulate import simulate, step_seconds
 from nanoinfer.theory.roofline import batched_seconds
-from nanoinfer.workload.workload import Work, log_normal_work
+from nanoinfer.workload.items import WorkItem, log_normal_work
 
 PROMPTS, OUTPUTS = (16, 512), (8, 256)
 ROWS = 32
@@ -75,7 +75,7 @@ class Watched(ContinuousEngine):
         return watched
 
 
-def serve(engine: Engine, work: Sequence[Work]) -> tuple[float, list[Completion]]:
+def serve(engine: Engine, work: Sequence[WorkItem]) -> tuple[float, list[Completion]]:
     """Seconds for all of the work, all of it there at the start."""
     params = [SamplingParams(max_tokens=w.output, ignore_eos=True) for w in work]
     start = now()
@@ -101,7 +101,7 @@ def shares(engine: Watched) -> dict[str, float]:
     }
 
 
-def rates(loaded: LoadedModel, work: Sequence[Work], rounds: int, sample: int, seed: int) -> dict[str, Any]:
+def rates(loaded: LoadedModel, work: Sequence[WorkItem], rounds: int, sample: int, seed: int) -> dict[str, Any]:
     """Output tokens per second of the three ways, turn about."""
     few = random.Random(seed).sample(list(work), sample)
     one_by_one = NaiveEngine(loaded)
@@ -109,7 +109,7 @@ def rates(loaded: LoadedModel, work: Sequence[Work], rounds: int, sample: int, s
     alone: list[tuple[int, float]] = []  # tokens and seconds of each request of the sample
     watched: list[dict[str, float]] = []
     waste = Waste()
-    warm = [Work(w.prompt, 2) for w in few[:2]]
+    warm = [WorkItem(w.prompt, 2) for w in few[:2]]
     for engine in (BatchedEngine(loaded, ROWS), Watched(loaded), one_by_one):
         serve(engine, warm)
     for round_ in range(rounds):
@@ -154,7 +154,7 @@ def over_sample(rate: float, alone: Sequence[tuple[int, float]], seed: int) -> d
     return {"value": ratio(alone), "low": drawn[49], "high": drawn[1949], "confidence": 0.95}
 
 
-def predicted(loaded: LoadedModel, work: Sequence[Work]) -> dict[str, float]:
+def predicted(loaded: LoadedModel, work: Sequence[WorkItem]) -> dict[str, float]:
     """Seconds for all of the work by the step-time model: static batches, and the scheduler on a virtual clock."""
     config, machine = loaded.model.config, this_machine(loaded, fresh=True)
     prompts, outputs = [len(w.prompt) for w in work], [w.output for w in work]

@@ -33,8 +33,7 @@ from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.simulate.virtual import simulated
 from nanoinfer.theory.ragged import StepTimes
 from nanoinfer.workload.arrivals import poisson
-from nanoinfer.workload.lengths import parse_lengths, synthetic
-from nanoinfer.workload.workload import Work, due
+from nanoinfer.workload.items import WorkItem, parse_lengths, schedule_at, synthetic
 
 PROMPTS, OUTPUTS = "uniform:16-128", "uniform:16-64"
 RUNNING, BUDGET, BLOCK = 32, 256, 8
@@ -42,19 +41,19 @@ SHARES = (0.3, 0.6)
 FIGURES = ("ttft", "tpot", "e2e")
 
 
-def requests(vocab_size: int, n: int, seed: int, stream: str = "measured") -> list[Work]:
+def requests(vocab_size: int, n: int, seed: int, stream: str = "measured") -> list[WorkItem]:
     """Made-up requests of random ids, not yet due at any time."""
     lengths = parse_lengths(PROMPTS), parse_lengths(OUTPUTS)
     return list(islice(synthetic(*lengths, seed=seed, vocab_size=vocab_size, stream=stream), n))
 
 
-def virtually(work: Sequence[Work], times: StepTimes, blocks: int) -> list[Trace]:
+def virtually(work: Sequence[WorkItem], times: StepTimes, blocks: int) -> list[Trace]:
     """On the virtual clock, with the engine's sizes."""
     scheduler = Scheduler(BlockPool(blocks, BLOCK, share_prefixes=False), RUNNING, BUDGET)
     return list(simulated(sorted(work, key=lambda w: w.at), scheduler, times))
 
 
-def really(loaded: LoadedModel, work: Sequence[Work], warmup: Sequence[Work]) -> tuple[Run, int]:
+def really(loaded: LoadedModel, work: Sequence[WorkItem], warmup: Sequence[WorkItem]) -> tuple[Run, int]:
     """By the engine in this process; and the blocks that it has."""
     engine = load(
         loaded, "continuous", max_running=RUNNING, token_budget=BUDGET, block_size=BLOCK, share_prefixes=False
@@ -66,16 +65,16 @@ def really(loaded: LoadedModel, work: Sequence[Work], warmup: Sequence[Work]) ->
         engine.close()
 
 
-def as_work(traces: Sequence[Trace]) -> list[Work]:
+def as_work(traces: Sequence[Trace]) -> list[WorkItem]:
     """What came and when, warm-up included: prompts' ids do not matter to a clock."""
-    return [Work(bytes(t.prompt_tokens), t.output_tokens, t.t_sent) for t in traces]
+    return [WorkItem(bytes(t.prompt_tokens), t.output_tokens, t.t_sent) for t in traces]
 
 
 def compared(loaded: LoadedModel, times: StepTimes, rate: float, n: int, seed: int) -> dict[str, Any]:
     """One rate served both ways."""
     vocab = loaded.model.config.vocab_size
-    warmup = due(requests(vocab, max(8, n // 10), seed, "warm-up"), poisson(rate, seed + 1))
-    work = due(requests(vocab, n, seed), poisson(rate, seed))
+    warmup = schedule_at(requests(vocab, max(8, n // 10), seed, "warm-up"), poisson(rate, seed + 1))
+    work = schedule_at(requests(vocab, n, seed), poisson(rate, seed))
     run, blocks = really(loaded, work, warmup)
     failed = [trace for trace in run.traces if trace.status != "ok"]
     assert not failed, f"{len(failed)} requests failed: {failed[0].error}"

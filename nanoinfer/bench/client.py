@@ -20,7 +20,7 @@ from nanoinfer.bench.stream import Answer, about, words
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 try:
     import aiohttp
@@ -108,7 +108,7 @@ class HttpTarget:
                     target.model = await target._first_model()
                     target.name = f"{target.model} at {target.base}"
                 trace = Trace(start := now(), start)
-                await target.send(Work("Hello", 1), trace)
+                await target.send(WorkItem("Hello", 1), trace)
             if trace.status != "ok":
                 raise RequestError(f"{target.url}: {trace.error}: {target.messages[trace.error or '']}")
         except BaseException as error:
@@ -130,7 +130,7 @@ class HttpTarget:
             "is_proxied": self._proxy is not None,
         }
 
-    async def send(self, work: Work, trace: Trace) -> None:
+    async def send(self, work: WorkItem, trace: Trace) -> None:
         """Send one request and read its answer to the end; see :class:`nanoinfer.bench.target.Target`."""
         answer = Answer(trace, self._count)
         if not isinstance(work.prompt, str):
@@ -155,7 +155,7 @@ class HttpTarget:
             await self._client.close()
             self._client = None
 
-    async def _try(self, work: Work, trace: Trace, answer: Answer) -> bool:
+    async def _try(self, work: WorkItem, trace: Trace, answer: Answer) -> bool:
         """One attempt; False where the server refused an extension, and it is worth asking again without."""
         asks = self._asks
         body = self._body(work, asks)
@@ -206,7 +206,7 @@ class HttpTarget:
         trace.status, trace.error = "error", kind
         self.messages.setdefault(kind, said or kind)
 
-    def _body(self, work: Work, asks: tuple[str, ...]) -> bytes:
+    def _body(self, work: WorkItem, asks: tuple[str, ...]) -> bytes:
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": work.output, "temperature": 0}
         if self.endpoint == "completions":
             body["prompt"] = work.prompt if isinstance(work.prompt, str) else list(work.prompt)

@@ -10,7 +10,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 
 class EngineTarget:
@@ -41,7 +41,7 @@ class EngineTarget:
             "ignore_eos": self.ignore_eos,
         }
 
-    async def send(self, work: Work, trace: Trace) -> None:
+    async def send(self, work: WorkItem, trace: Trace) -> None:
         """Submit one request and read its events; see :class:`nanoinfer.bench.target.Target`."""
         trace.t_sent = now()
         stream = None

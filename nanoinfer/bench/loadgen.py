@@ -22,7 +22,7 @@ from nanoinfer.bench.sending import Sending, Watch, until
 from nanoinfer.bench.target import Target
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 #: Seconds after which a user of a closed loop comes again whose request failed, perhaps at once.
 AFTER_FAILURE_S = 1.0
@@ -31,9 +31,9 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 async def open_loop(
     target: Target,
-    works: Sequence[Work],
+    works: Sequence[WorkItem],
     *,
-    warmup: Sequence[Work] = (),
+    warmup: Sequence[WorkItem] = (),
     seconds: float | None = None,
     timeout_s: float = 600.0,
     watch: Watch | None = None,
@@ -94,13 +94,13 @@ async def open_loop(
 
 async def closed_loop(
     target: Target,
-    works: Iterable[Work],
+    works: Iterable[WorkItem],
     *,
     users: int,
     think_s: float = 0.0,
     seconds: float | None = None,
     requests: int | None = None,
-    warmup: Sequence[Work] = (),
+    warmup: Sequence[WorkItem] = (),
     timeout_s: float = 600.0,
     watch: Watch | None = None,
     settings: Mapping[str, Any] = _NONE,
@@ -137,7 +137,7 @@ async def closed_loop(
     opened: float | None = None
     taken, ran_out = 0, False
 
-    def take(ready: float) -> tuple[Work, float] | None:
+    def take(ready: float) -> tuple[WorkItem, float] | None:
         """The next work for a user who is ready, and when it is due."""
         nonlocal opened, taken, ran_out
         if first:
@@ -180,13 +180,13 @@ async def closed_loop(
     return load.result(opened, 0.0 if seconds is None or ran_out else length, known, len(warmup), settings)
 
 
-def _span(ordered: Sequence[Work]) -> float:
+def _span(ordered: Sequence[WorkItem]) -> float:
     """Seconds of a schedule: to its last request and a mean gap on; 0 where all are due at once."""
     n = len(ordered)
     return ordered[-1].at * n / (n - 1) if n > 1 else 0.0
 
 
-def _by_time(works: Iterable[Work]) -> list[Work]:
+def _by_time(works: Iterable[WorkItem]) -> list[WorkItem]:
     ordered = sorted(works, key=lambda work: work.at)
     if ordered and not (ordered[0].at >= 0 and math.isfinite(ordered[-1].at)):
         raise RequestError(f"requests are due from 0 s on, got {ordered[0].at:g} to {ordered[-1].at:g}")
@@ -199,11 +199,11 @@ def _above_0(name: str, value: float) -> float:
     return value
 
 
-def _key(work: Work) -> str | tuple[int, ...]:
+def _key(work: WorkItem) -> str | tuple[int, ...]:
     return work.prompt if isinstance(work.prompt, str) else tuple(work.prompt)
 
 
-def _refuse_seen(work: Work, seen: set[str | tuple[int, ...]]) -> None:
+def _refuse_seen(work: WorkItem, seen: set[str | tuple[int, ...]]) -> None:
     if seen and _key(work) in seen:
         raise RequestError(
             "a prompt of the warm-up is measured too, and would be found in the prefix cache; "

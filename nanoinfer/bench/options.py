@@ -14,8 +14,8 @@ import typer
 from nanoinfer.bench.slo import parse_slo
 from nanoinfer.bench.sweep import Kind, parse_levels
 from nanoinfer.errors import RequestError, check
-from nanoinfer.workload import arrivals, lengths, replay
-from nanoinfer.workload.workload import Work, due
+from nanoinfer.workload import arrivals, files, items
+from nanoinfer.workload.items import WorkItem, schedule_at
 
 #: Requests of a run that says neither how many nor how long.
 REQUESTS: Final = 32
@@ -130,20 +130,18 @@ class LoadPlan:
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
         self.slo = None if config.slo is None else parse_slo(config.slo)
-        self.prompt, self.output = (
-            lengths.parse_lengths(text) for text in (config.prompt_tokens, config.output_tokens)
-        )
-        self.pairs = None if config.lengths is None else lengths.read_pairs(config.lengths)
-        self.entries = None if config.replay is None else replay.read_trace(config.replay)
+        self.prompt, self.output = (items.parse_lengths(text) for text in (config.prompt_tokens, config.output_tokens))
+        self.pairs = None if config.lengths is None else files.read_pairs(config.lengths)
+        self.entries = None if config.replay is None else files.read_trace(config.replay)
         self.kind: Kind
         self.levels: list[float]
         self.kind, self.levels = self._levels()
         self.most = config.requests or (REQUESTS if config.seconds is None and self.entries is None else None)
         self.offsets = [self._offsets(index) for index in range(len(self.levels))]
-        prompts = [] if config.prompts is None else lengths.read_prompts(config.prompts)
+        prompts = [] if config.prompts is None else files.read_prompts(config.prompts)
         # Each level has prompts of its own, or one would warm the prefix cache for the next.
         self.prompts = [
-            lengths.set_aside(prompts[index :: len(self.levels)], self.warmup(index), config.seed)
+            items.split_warmup(prompts[index :: len(self.levels)], self.warmup(index), config.seed)
             for index in range(len(self.levels))
             if prompts
         ]
@@ -159,7 +157,7 @@ class LoadPlan:
                 raise RequestError(f"--sweep '{config.sweep}': users are whole numbers")
             return cast("Kind", kind or "rate"), levels
         if self.entries is not None:
-            return "rate", [(config.speedup or 1.0) * (replay.describe(self.entries)["gap_rate"] or 1.0)]
+            return "rate", [(config.speedup or 1.0) * (files.gap_rate(self.entries) or 1.0)]
         if config.rate is not None:
             return "rate", [config.rate]
         return "users", [float(config.users or 1)]
@@ -195,7 +193,7 @@ class LoadPlan:
             )
         return offsets
 
-    def work(self, index: int, vocab_size: int | None) -> tuple[list[Work], list[Work] | Iterator[Work]]:
+    def work(self, index: int, vocab_size: int | None) -> tuple[list[WorkItem], list[WorkItem] | Iterator[WorkItem]]:
         """Warm-up and measured work of a level, with prompts that no other level has.
 
         Args:
@@ -205,39 +203,39 @@ class LoadPlan:
         config, seed, n_warm = self.config, self.config.seed + index, self.warmup(index)
         if self.prompts:
             first, rest = self.prompts[index]
-            warm = list(islice(lengths.from_prompts(first, self.output, seed=seed), n_warm)) if first else []
-            works = lengths.from_prompts(rest, self.output, seed=seed)
+            warm = list(islice(items.from_prompts(first, self.output, seed=seed), n_warm)) if first else []
+            works = items.from_prompts(rest, self.output, seed=seed)
         else:
             warm = list(islice(self._synthetic(seed, vocab_size, "warm-up"), n_warm))
             works = self._synthetic(seed, vocab_size, "measured")
         if self.entries is not None:
             speedup = config.speedup or 1.0
-            again = replay.as_works(self.entries, speed_up=speedup, seed=seed, vocab_size=vocab_size)
+            again = files.replayed(self.entries, speed_up=speedup, seed=seed, vocab_size=vocab_size)
             return warm, [work for work in again if config.seconds is None or work.at < config.seconds][
                 : config.requests
             ]
         if self.kind == "users":
             return warm, works
         if config.arrivals != "ramp" and warm:  # before a ramp all at once: it starts with an empty engine
-            warm = due(warm, arrivals.schedule("poisson", self.levels[index], n=n_warm, seed=seed))
-        return warm, due(works, self.offsets[index])
+            warm = schedule_at(warm, arrivals.schedule("poisson", self.levels[index], n=n_warm, seed=seed))
+        return warm, schedule_at(works, self.offsets[index])
 
-    def _synthetic(self, seed: int, vocab_size: int | None, stream: str) -> Iterator[Work]:
+    def _synthetic(self, seed: int, vocab_size: int | None, stream: str) -> Iterator[WorkItem]:
         if self.pairs is not None:
-            return lengths.from_pairs(self.pairs, seed=seed, vocab_size=vocab_size, stream=stream)
-        return lengths.synthetic(self.prompt, self.output, seed=seed, vocab_size=vocab_size, stream=stream)
+            return items.from_pairs(self.pairs, seed=seed, vocab_size=vocab_size, stream=stream)
+        return items.synthetic(self.prompt, self.output, seed=seed, vocab_size=vocab_size, stream=stream)
 
     def settings(self, index: int) -> dict[str, Any]:
         """A level's load for the record; no key and no folder."""
         config, level = self.config, self.levels[index]
-        files = {name: getattr(config, name) for name in ("replay", "lengths", "prompts")}
+        sources = {name: getattr(config, name) for name in ("replay", "lengths", "prompts")}
         record: dict[str, Any] = {self.kind: level, "seed": config.seed + index}
-        record |= {name: path.name for name, path in files.items() if path is not None}
+        record |= {name: path.name for name, path in sources.items() if path is not None}
         if config.replay is not None:
             record["speedup"] = config.speedup or 1.0
         elif self.kind == "rate":
             record["arrivals"] = self.shape(level)
-        if not files.keys() & record.keys():
+        if not sources.keys() & record.keys():
             record["prompt_tokens"] = str(self.prompt)
         if config.lengths is None and config.replay is None:
             record["output_tokens"] = str(self.output)

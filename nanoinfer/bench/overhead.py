@@ -27,7 +27,7 @@ from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import percentile
 from nanoinfer.measure.trace import Trace
 from nanoinfer.workload.arrivals import poisson
-from nanoinfer.workload.workload import Work, due
+from nanoinfer.workload.items import WorkItem, schedule_at
 
 #: The error budget: mean overhead of a chunk, schedule lag of the latest 1% of requests (both seconds), and how much
 #: of a core the client may use, since queues grow long before it is full.
@@ -115,13 +115,13 @@ async def measure_floor(
     if min(given for given in (rate, streams, chunks_s, seconds) if given is not None) <= 0:
         raise RequestError("floor: rate, streams, chunks a second and seconds must be above 0")
     opening = OPENING_S if streams is not None else 0.0
-    works: list[Work] = []
+    works: list[WorkItem] = []
     if streams is not None:
         chunks = round((opening + seconds) * chunks_s) + 1
-        works += due((Work(f"stream {i}", chunks) for i in range(streams)), poisson(streams / opening))
+        works += schedule_at((WorkItem(f"stream {i}", chunks) for i in range(streams)), poisson(streams / opening))
     if rate is not None:  # once the streams are open
         offsets = (opening + at for at in poisson(rate))
-        works += due((Work(f"request {i}", 1) for i in range(max(1, round(rate * seconds)))), offsets)
+        works += schedule_at((WorkItem(f"request {i}", 1) for i in range(max(1, round(rate * seconds)))), offsets)
     provenance()  # what it finds out once is no part of the load
     async with _mock_process() as url:
         target = _Noting(url, chunks_s)
@@ -180,7 +180,7 @@ class _Noting(HttpTarget):
         self.times: dict[str, list[float]] = {}
         self.lags: list[float] = []
 
-    async def send(self, work: Work, trace: Trace) -> None:
+    async def send(self, work: WorkItem, trace: Trace) -> None:
         """As ever; the trace's times are still the clock's then."""
         await super().send(work, trace)
         self.times[str(work.prompt)] = [t for t, _ in trace.token_chunks]

@@ -14,7 +14,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.trace import Trace
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 #: Seconds between two looks at how late the event loop is.
 TICK_S = 0.01
@@ -54,7 +54,7 @@ class Sending:
             ticker.cancel()
             gc.unfreeze()
 
-    async def send(self, work: Work, due: float) -> Trace:
+    async def send(self, work: WorkItem, due: float) -> Trace:
         """Send one request that is due at ``due`` on the clock; its record, in seconds from ``zero``."""
         trace = Trace(due, due)
         self.traces.append(trace)

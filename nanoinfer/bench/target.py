@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from nanoinfer.measure.trace import Trace
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 
 class Target(Protocol):
@@ -22,7 +22,7 @@ class Target(Protocol):
     def settings(self) -> dict[str, Any]:
         """What a stored run says of it."""
 
-    async def send(self, work: Work, trace: Trace) -> None:
+    async def send(self, work: WorkItem, trace: Trace) -> None:
         """Serve one request and fill its trace, all times as :func:`nanoinfer.measure.clock.now` gives them.
 
         What the server does wrong goes into the trace and is never raised. A cancelled one notes ``t_end`` and

@@ -31,8 +31,7 @@ from nanoinfer.theory.parameters import check_sizes
 from nanoinfer.theory.ragged import StepTimes
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.workload.arrivals import gamma
-from nanoinfer.workload.lengths import Lengths, parse_lengths
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import Lengths, WorkItem, parse_lengths
 
 #: Share of the run that warms up and is not measured.
 WARMUP: Final = 0.1
@@ -52,11 +51,11 @@ class Load:
     burstiness: float
     seed: int
 
-    def works(self, rate: float) -> Iterator[Work]:
+    def works(self, rate: float) -> Iterator[WorkItem]:
         """The requests at so many a second. Without prefix sharing no id matters, and bytes are the cheapest ids."""
         rng = random.Random(f"{self.seed}/lengths")
         for at in islice(gamma(rate, self.burstiness, self.seed), self.requests):
-            yield Work(bytes(self.prompts.draw(rng)), self.outputs.draw(rng), at)
+            yield WorkItem(bytes(self.prompts.draw(rng)), self.outputs.draw(rng), at)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def simulate_serving(
         slo: limits in seconds by metric, for goodput.
         find: search for the highest rate at which the share ``needed`` of the requests meets ``slo``.
         needed: that share.
-        prompts: lengths in tokens, as :func:`nanoinfer.workload.lengths.parse_lengths` reads them.
+        prompts: lengths in tokens, as :func:`nanoinfer.workload.items.parse_lengths` reads them.
         outputs: lengths of the answers.
         burstiness: shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 is burstier.
         max_running: sequences in a step at most.

@@ -19,7 +19,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.theory.ragged import StepTimes
 from nanoinfer.theory.roofline import Machine
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 
 def step_seconds(config: ModelConfig, machine: Machine) -> Callable[[Plan], float]:
@@ -46,7 +46,7 @@ def watch(scheduler: Scheduler) -> list[Plan]:
     return plans
 
 
-def text_of(work: Work) -> Text:
+def text_of(work: WorkItem) -> Text:
     """The request as the scheduler sees it: its last token is never fed, so the cache need not hold it.
 
     Raises:
@@ -58,7 +58,7 @@ def text_of(work: Work) -> Text:
     return Text(ids, len(ids) + work.output - 1)
 
 
-def simulate(work: Sequence[Work], scheduler: Scheduler, seconds: Callable[[Plan], float]) -> list[Trace]:
+def simulate(work: Sequence[WorkItem], scheduler: Scheduler, seconds: Callable[[Plan], float]) -> list[Trace]:
     """Serve the work on a virtual clock that starts at 0.
 
     Args:

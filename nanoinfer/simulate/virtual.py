@@ -25,7 +25,7 @@ from nanoinfer.engines.scheduler import Sequence as Text
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.simulate.simulate import text_of
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 #: Ends of steps that are kept before those that nobody needs any more are dropped.
 KEPT: Final = 4096
@@ -62,7 +62,7 @@ class _Row:
 
 
 def simulated(
-    work: Iterable[Work], scheduler: Scheduler, times: Times, watch: Callable[[Span], None] | None = None
+    work: Iterable[WorkItem], scheduler: Scheduler, times: Times, watch: Callable[[Span], None] | None = None
 ) -> Iterator[Trace]:
     """Serve the work on a virtual clock that starts at 0; a trace whenever a request ends.
 
@@ -80,7 +80,7 @@ def simulated(
 
 class _Simulation:
     def __init__(
-        self, work: Iterable[Work], scheduler: Scheduler, times: Times, watch: Callable[[Span], None] | None
+        self, work: Iterable[WorkItem], scheduler: Scheduler, times: Times, watch: Callable[[Span], None] | None
     ) -> None:
         self.scheduler, self.times, self.watch = scheduler, times, watch
         self.clock = 0.0

@@ -11,12 +11,12 @@ from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.mock import Mock, serving
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 QUICK = {"ttft": 0.0, "gap": 0.0}
 
 
-async def ask(target: HttpTarget, work: Work, timeout_s: float = 30.0) -> Trace:
+async def ask(target: HttpTarget, work: WorkItem, timeout_s: float = 30.0) -> Trace:
     start = now()
     trace = Trace(start, start)
     try:

@@ -15,13 +15,13 @@ from nanoinfer.bench.mock import Mock, serving
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 from tests.bench.asking import QUICK, ask, mocked
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
 
-def asked(work: Work, endpoint: Any = "completions", /, **behaviour: Any) -> tuple[Trace, HttpTarget, Mock]:
+def asked(work: WorkItem, endpoint: Any = "completions", /, **behaviour: Any) -> tuple[Trace, HttpTarget, Mock]:
     async def scenario() -> tuple[Trace, HttpTarget, Mock]:
         async with mocked(endpoint, **behaviour) as (mock, target):
             return await ask(target, work), target, mock
@@ -48,7 +48,7 @@ def canned(pieces: Sequence[bytes], **options: Any) -> tuple[Trace, HttpTarget]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         target = HttpTarget(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", model="m", **options)
         async with server:
-            trace = await ask(target, Work("Hello", 5))
+            trace = await ask(target, WorkItem("Hello", 5))
         await target.close()
         return trace, target
 
@@ -61,7 +61,7 @@ def canned(pieces: Sequence[bytes], **options: Any) -> tuple[Trace, HttpTarget]:
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("refuses", [(), ("continuous_usage_stats",), ("continuous_usage_stats", "ignore_eos")])
 def test_tokens_and_not_chunks_are_counted(endpoint: str, refuses: tuple[str, ...]) -> None:
-    trace, _, _ = asked(Work("one two three", 10), endpoint, chunk_tokens=4, refuses=refuses)
+    trace, _, _ = asked(WorkItem("one two three", 10), endpoint, chunk_tokens=4, refuses=refuses)
     assert [n for _, n in trace.token_chunks] == [4, 4, 2]
     assert (trace.output_tokens, trace.prompt_tokens, trace.status, trace.estimated) == (10, 3, "ok", False)
     opening = ["role"] if endpoint == "chat" else []
@@ -69,7 +69,7 @@ def test_tokens_and_not_chunks_are_counted(endpoint: str, refuses: tuple[str, ..
 
 
 def test_what_was_served_counts_and_not_what_was_asked_for() -> None:
-    trace, _, _ = asked(Work("Hello", 10), cut_after=3)
+    trace, _, _ = asked(WorkItem("Hello", 10), cut_after=3)
     assert (trace.output_tokens, trace.status, trace.error) == (3, "error", "cut off")
     frames = [b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n']
     trace, _ = canned([HEAD, *frames, b"data: [DONE]\n\n"])  # three of the five that were asked for
@@ -77,13 +77,13 @@ def test_what_was_served_counts_and_not_what_was_asked_for() -> None:
 
 
 def test_a_server_that_tells_no_usage_is_estimated() -> None:
-    trace, _, _ = asked(Work("Hello", 8), chunk_tokens=4, usage="never")
+    trace, _, _ = asked(WorkItem("Hello", 8), chunk_tokens=4, usage="never")
     # Two chunks of 16 characters: by four characters a token.
     assert ([n for _, n in trace.token_chunks], trace.output_tokens, trace.estimated) == ([4, 4], 8, True)
 
 
 def test_the_role_is_no_token_and_reasoning_is() -> None:
-    trace, _, _ = asked(Work("Hello", 3), "chat", reasoning=2, ttft=0.02)
+    trace, _, _ = asked(WorkItem("Hello", 3), "chat", reasoning=2, ttft=0.02)
     assert trace.kinds == ["role", "reasoning", "reasoning", "content", "finish", "usage", "done"]
     assert [n for _, n in trace.chunks] == [0, 1, 1, 1, 0, 0, 0]
     assert trace.token_chunks[0][0] - trace.t_sent >= 0.02
@@ -108,7 +108,7 @@ def test_bytes_cut_anywhere(size: int) -> None:
 
 
 def test_the_request() -> None:
-    _, _, mock = asked(Work([5, 6, 7], 4))
+    _, _, mock = asked(WorkItem([5, 6, 7], 4))
     (seen,) = mock.log
     assert seen.prompt == "5 6 7"
     wanted = {"include_usage": True, "continuous_usage_stats": True}
@@ -129,7 +129,7 @@ def test_extra_fields_are_added_and_taken_away() -> None:
             target = HttpTarget(
                 mock.url, model="mock", ignore_eos=False, extra={"mock": QUICK, "temperature": None, "top_k": 5}
             )
-            await ask(target, Work("a", 1))
+            await ask(target, WorkItem("a", 1))
             await target.close()
             return mock.log[0].body
 
@@ -140,7 +140,7 @@ def test_extra_fields_are_added_and_taken_away() -> None:
 def test_what_a_server_refuses_is_asked_for_once() -> None:
     async def scenario() -> tuple[list[dict[str, Any]], list[Trace], dict[str, Any]]:
         async with mocked(refuses=("continuous_usage_stats",)) as (mock, target):
-            traces = [await ask(target, Work("a", 2)) for _ in range(3)]
+            traces = [await ask(target, WorkItem("a", 2)) for _ in range(3)]
             return [seen.body for seen in mock.log], traces, target.settings
 
     bodies, traces, settings = asyncio.run(scenario())
@@ -152,7 +152,7 @@ def test_what_a_server_refuses_is_asked_for_once() -> None:
 def test_a_request_that_is_refused_whatever_is_left_out_is_an_error_and_teaches_nothing() -> None:
     async def scenario() -> None:
         async with mocked(status=400) as (mock, target):
-            trace = await ask(target, Work("a", 2))
+            trace = await ask(target, WorkItem("a", 2))
             assert (trace.status, trace.error, len(mock.log)) == ("error", "http 400", 4)
             assert target.messages == {"http 400": "mock: as asked"}
             assert target.settings["extensions"] == list(http_target.EXTENSIONS)
@@ -173,7 +173,7 @@ def test_the_key_is_sent_and_stored_nowhere() -> None:
         async with server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/api/v1"
             target = HttpTarget(url, model="m", api_key="secret")
-            trace = await ask(target, Work("a", 1))
+            trace = await ask(target, WorkItem("a", 1))
             await target.close()
         assert (trace.status, trace.error, target.messages) == ("error", "http 401", {"http 401": "no, you"})
         assert "secret" not in json.dumps(target.settings) + target.name
@@ -199,7 +199,7 @@ def test_the_key_is_sent_and_stored_nowhere() -> None:
     ],
 )
 def test_what_the_server_does_wrong_is_in_the_trace(behaviour: Any, status: str, error: str, tokens: int) -> None:
-    trace, target, _ = asked(Work("Hello", 5), **behaviour)
+    trace, target, _ = asked(WorkItem("Hello", 5), **behaviour)
     assert (trace.status, trace.error, trace.output_tokens) == (status, error, tokens)
     assert trace.t_end is not None and set(target.messages) == {error}
 
@@ -236,7 +236,7 @@ def test_nobody_there() -> None:
         try:
             with pytest.raises(RequestError, match="nothing answers there; is the server running"):
                 await HttpTarget.connect(f"http://127.0.0.1:{port}")
-            return await ask(target, Work("a", 1))
+            return await ask(target, WorkItem("a", 1))
         finally:
             await target.close()
 
@@ -253,7 +253,7 @@ def test_cancelling_keeps_what_had_come() -> None:
     async def scenario() -> Trace:
         async with mocked(stall_after=2, stall=600.0) as (_, target):
             trace = Trace(start := now(), start)
-            task = asyncio.create_task(target.send(Work("a", 5), trace))
+            task = asyncio.create_task(target.send(WorkItem("a", 5), trace))
             while len(trace.chunks) < 2:
                 await asyncio.sleep(0.001)
             task.cancel()

@@ -13,7 +13,7 @@ from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import load_model
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 
 @pytest.fixture
@@ -21,14 +21,14 @@ def target() -> EngineTarget:
     return EngineTarget(ContinuousEngine(load_model("random:tiny-llama"), cache_tokens=512))
 
 
-async def ask(target: EngineTarget, work: Work) -> Trace:
+async def ask(target: EngineTarget, work: WorkItem) -> Trace:
     trace = Trace(start := now(), start)
     await target.send(work, trace)
     return trace
 
 
 def test_a_run_on_an_engine(target: EngineTarget) -> None:
-    works = [Work([1 + i, 2, 3], 4 + i) for i in range(6)]
+    works = [WorkItem([1 + i, 2, 3], 4 + i) for i in range(6)]
     run = asyncio.run(closed_loop(target, works, users=3))
     target.engine.close()
     assert sorted(t.output_tokens for t in run.traces) == [4, 5, 6, 7, 8, 9]
@@ -42,7 +42,7 @@ def test_a_run_on_an_engine(target: EngineTarget) -> None:
 
 
 def test_what_can_never_be_served_is_in_the_trace(target: EngineTarget) -> None:
-    trace = asyncio.run(ask(target, Work([10**6], 4)))
+    trace = asyncio.run(ask(target, WorkItem([10**6], 4)))
     target.engine.close()
     assert (trace.status, trace.error, trace.chunks) == ("error", "refused", [])
     assert "outside the vocabulary" in target.messages["refused"]
@@ -51,7 +51,7 @@ def test_what_can_never_be_served_is_in_the_trace(target: EngineTarget) -> None:
 def test_cancelling_frees_the_engine(target: EngineTarget) -> None:
     async def scenario() -> Trace:
         trace = Trace(start := now(), start)
-        task = asyncio.create_task(target.send(Work([1], 200), trace))
+        task = asyncio.create_task(target.send(WorkItem([1], 200), trace))
         while not trace.chunks:
             await asyncio.sleep(0.001)
         task.cancel()

@@ -13,7 +13,7 @@ from nanoinfer.bench import client as http_target
 from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.mock import serving
 from nanoinfer.errors import RequestError
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 from tests.bench.asking import QUICK, ask, mocked
 
 # --- connections ----------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def test_no_cap_on_connections() -> None:
 
     async def scenario() -> int:
         async with mocked(hold_for=150) as (mock, target):
-            traces = await asyncio.gather(*(ask(target, Work(f"p{i}", 2)) for i in range(150)))
+            traces = await asyncio.gather(*(ask(target, WorkItem(f"p{i}", 2)) for i in range(150)))
             assert {trace.status for trace in traces} == {"ok"}
             return mock.most_at_once
 
@@ -52,7 +52,7 @@ def test_a_connection_is_used_again() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         target = HttpTarget(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", model="m")
         for _ in range(3):
-            trace = await ask(target, Work("a", 1))
+            trace = await ask(target, WorkItem("a", 1))
             assert (trace.status, trace.kinds) == ("ok", ["done"])
             assert trace.t_end is not None and trace.t_end == trace.chunks[-1][0]  # the wait for the rest is not in it
         await target.close()
@@ -141,6 +141,6 @@ def test_chat_takes_no_ids() -> None:
     async def scenario() -> None:
         async with mocked("chat") as (_, target):
             with pytest.raises(RequestError, match="chat takes texts"):
-                await ask(target, Work([1, 2], 1))
+                await ask(target, WorkItem([1, 2], 1))
 
     asyncio.run(scenario())

@@ -21,8 +21,7 @@ from nanoinfer.measure.clock import now
 from nanoinfer.measure.stats import percentile
 from nanoinfer.measure.trace import Trace
 from nanoinfer.workload.arrivals import constant
-from nanoinfer.workload.lengths import parse_lengths, synthetic
-from nanoinfer.workload.workload import Work, due
+from nanoinfer.workload.items import WorkItem, parse_lengths, schedule_at, synthetic
 from tests.bench.virtual_time import Clock
 
 NEAR = 1e-5  # virtual time is moved on by a hair at each leap
@@ -33,17 +32,17 @@ class Scripted:
 
     name = "script"
 
-    def __init__(self, serve: Callable[[Work], Awaitable[None]]) -> None:
+    def __init__(self, serve: Callable[[WorkItem], Awaitable[None]]) -> None:
         self.serve = serve
         self.messages: dict[str, str] = {}
-        self.sent: list[Work] = []
+        self.sent: list[WorkItem] = []
         self.here = self.most_at_once = 0
 
     @property
     def settings(self) -> dict[str, Any]:
         return {"url": "nowhere"}
 
-    async def send(self, work: Work, trace: Trace) -> None:
+    async def send(self, work: WorkItem, trace: Trace) -> None:
         trace.t_sent = now()
         self.sent.append(work)
         self.here += 1
@@ -68,8 +67,8 @@ def taking(seconds: float) -> Scripted:
     return Scripted(lambda work: asyncio.sleep(seconds))
 
 
-def evenly(rate: float, n: int, prompt: str = "p") -> list[Work]:
-    return due((Work(f"{prompt}{i}", 2) for i in count()), islice(constant(rate), n))
+def evenly(rate: float, n: int, prompt: str = "p") -> list[WorkItem]:
+    return schedule_at((WorkItem(f"{prompt}{i}", 2) for i in count()), islice(constant(rate), n))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +83,7 @@ def one_at_a_time_with_a_stall() -> Scripted:
     """10 ms a request, one after another; one of them takes 3 s."""
     turn = asyncio.Lock()
 
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         async with turn:
             await asyncio.sleep(3.0 if work.prompt == "p100" else 0.01)
 
@@ -114,7 +113,7 @@ def test_a_closed_loop_hides_the_same_stall(clock: Clock) -> None:
 def test_the_schedule_is_absolute(clock: Clock) -> None:
     """Half a millisecond of work at each request: added to each gap it would make 182 a second of 200."""
 
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         clock.block(0.0005)
 
     run = clock.run(open_loop(Scripted(serve), evenly(200, 1000)))
@@ -124,7 +123,7 @@ def test_the_schedule_is_absolute(clock: Clock) -> None:
 
 
 def test_a_client_that_cannot_keep_up_skips_nobody_and_says_how_late_it_was(clock: Clock) -> None:
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         clock.block(0.01)  # twice what there is time for
 
     run = clock.run(open_loop(Scripted(serve), evenly(200, 100)))
@@ -141,7 +140,7 @@ def test_arrivals_do_not_wait_for_answers(clock: Clock) -> None:
 
 
 def test_works_are_sent_in_order_of_time_and_times_are_kept(clock: Clock) -> None:
-    works = [Work("late", 1, 0.5015001), Work("first", 1, 0.0), Work("soon", 1, 0.0005005)]
+    works = [WorkItem("late", 1, 0.5015001), WorkItem("first", 1, 0.0), WorkItem("soon", 1, 0.0005005)]
     target = taking(1.0)
     run = clock.run(open_loop(target, works))
     assert [w.prompt for w in target.sent] == ["first", "soon", "late"]
@@ -153,7 +152,9 @@ def test_the_window(clock: Clock) -> None:
     assert (run.start, run.end) == (0.0, pytest.approx(2.0))
     run = clock.run(open_loop(taking(1.0), evenly(10, 20), seconds=5))
     assert (run.start, run.end) == (0.0, 5.0)
-    run = clock.run(open_loop(taking(1.0), [Work("a", 1), Work("b", 1)]))  # all at once: until the last has ended
+    run = clock.run(
+        open_loop(taking(1.0), [WorkItem("a", 1), WorkItem("b", 1)])
+    )  # all at once: until the last has ended
     assert (run.start, run.end) == (0.0, pytest.approx(1.0, abs=NEAR))
     assert len(run.measured()) == 2
 
@@ -172,7 +173,7 @@ def test_the_window_opens_where_the_warm_up_schedule_ends_and_load_goes_on(clock
 
 
 def test_a_warm_up_all_at_once_ends_before_the_window(clock: Clock) -> None:
-    run = clock.run(open_loop(taking(3.0), evenly(10, 5), warmup=[Work("w", 1), Work("v", 1)]))
+    run = clock.run(open_loop(taking(3.0), evenly(10, 5), warmup=[WorkItem("w", 1), WorkItem("v", 1)]))
     assert run.start == pytest.approx(3.0, abs=NEAR)
     assert [t.t_scheduled for t in run.measured()] == pytest.approx([3 + i / 10 for i in range(5)], abs=NEAR)
 
@@ -182,11 +183,13 @@ def test_a_prompt_cannot_warm_itself_up(clock: Clock, prompt: Any) -> None:
     target = taking(1.0)
     with pytest.raises(RequestError, match="prefix cache"):
         clock.run(
-            open_loop(target, [Work(prompt, 1)], warmup=[Work(list(prompt) if prompt == (1, 2, 3) else prompt, 9)])
+            open_loop(
+                target, [WorkItem(prompt, 1)], warmup=[WorkItem(list(prompt) if prompt == (1, 2, 3) else prompt, 9)]
+            )
         )
     assert target.sent == []
     with pytest.raises(RequestError, match="prefix cache"):
-        clock.run(closed_loop(target, repeat(Work(prompt, 1)), users=1, requests=1, warmup=[Work(prompt, 9)]))
+        clock.run(closed_loop(target, repeat(WorkItem(prompt, 1)), users=1, requests=1, warmup=[WorkItem(prompt, 9)]))
 
 
 def test_the_same_seed_for_both_is_caught_and_another_stream_is_not(clock: Clock) -> None:
@@ -212,7 +215,7 @@ def test_users_warm_up_and_go_on_without_a_pause(clock: Clock) -> None:
 
 def test_each_user_waits_and_thinks(clock: Clock) -> None:
     target = taking(1.0)
-    run = clock.run(closed_loop(target, map(lambda i: Work(f"p{i}", 1), count()), users=2, think_s=1.0, seconds=5))
+    run = clock.run(closed_loop(target, map(lambda i: WorkItem(f"p{i}", 1), count()), users=2, think_s=1.0, seconds=5))
     assert [round(t.t_scheduled, 3) for t in run.traces] == [0, 0, 2, 2, 4, 4]
     assert (run.start, run.end, target.most_at_once) == (0.0, 5.0, 2)
     assert all(metrics.client_delay(t) < NEAR for t in run.traces)
@@ -220,7 +223,7 @@ def test_each_user_waits_and_thinks(clock: Clock) -> None:
 
 def test_so_many_requests_and_no_more(clock: Clock) -> None:
     target = taking(1.0)
-    run = clock.run(closed_loop(target, repeat(Work("p", 1)), users=3, requests=7))
+    run = clock.run(closed_loop(target, repeat(WorkItem("p", 1)), users=3, requests=7))
     assert len(run.measured()) == len(target.sent) == 7
     assert run.end == pytest.approx(3.0, abs=NEAR)
 
@@ -231,10 +234,10 @@ def test_works_that_run_out_close_the_window(clock: Clock) -> None:
 
 
 def test_a_user_who_was_refused_at_once_pauses(clock: Clock) -> None:
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         raise OSError("no")
 
-    run = clock.run(closed_loop(Scripted(serve), repeat(Work("p", 1)), users=2, seconds=3.5))
+    run = clock.run(closed_loop(Scripted(serve), repeat(WorkItem("p", 1)), users=2, seconds=3.5))
     assert [round(t.t_scheduled, 2) for t in run.traces] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {t.status for t in run.traces} == {"error"}
 
@@ -243,7 +246,7 @@ def test_a_user_who_was_refused_at_once_pauses(clock: Clock) -> None:
 
 
 def test_a_time_out_is_no_latency(clock: Clock) -> None:
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         await asyncio.sleep(100 if work.prompt == "p1" else 1)
 
     run = clock.run(open_loop(Scripted(serve), evenly(1, 3), timeout_s=5))
@@ -254,7 +257,7 @@ def test_a_time_out_is_no_latency(clock: Clock) -> None:
 
 
 def test_failed_requests_are_counted_and_not_mixed_in(clock: Clock) -> None:
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         if work.prompt in ("p1", "p2"):
             raise OSError("http 500")
         await asyncio.sleep(1)
@@ -292,8 +295,8 @@ def test_ctrl_c_during_the_warm_up(clock: Clock) -> None:
 
     for load in (
         open_loop(taking(9), evenly(1, 9), warmup=evenly(1, 9, "w")),
-        open_loop(taking(9), evenly(1, 9), warmup=[Work("w", 1)]),
-        closed_loop(taking(9), evenly(1, 9), users=1, warmup=[Work("w", 1)]),
+        open_loop(taking(9), evenly(1, 9), warmup=[WorkItem("w", 1)]),
+        closed_loop(taking(9), evenly(1, 9), users=1, warmup=[WorkItem("w", 1)]),
     ):
         run = clock.run(scenario(load))
         assert run.interrupted and len(run.traces) == 1 and run.measured() == []
@@ -303,14 +306,14 @@ def test_ctrl_c_during_the_warm_up(clock: Clock) -> None:
 def test_a_real_interrupt_signal() -> None:
     async def main() -> Run:
         asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
-        return await closed_loop(taking(0.01), repeat(Work("p", 1)), users=2, seconds=600)
+        return await closed_loop(taking(0.01), repeat(WorkItem("p", 1)), users=2, seconds=600)
 
     run = asyncio.run(main())
     assert run.interrupted and run.end < 60 and sum(t.status == "ok" for t in run.traces) > 2
 
 
 def test_a_mistake_of_the_user_ends_the_run_at_once(clock: Clock) -> None:
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         await asyncio.sleep(1)
         raise RequestError("chat takes texts")
 
@@ -323,14 +326,14 @@ def test_a_mistake_of_the_user_ends_the_run_at_once(clock: Clock) -> None:
     ("load", "says"),
     [
         (lambda t: open_loop(t, []), "no request to send"),
-        (lambda t: open_loop(t, [Work("a", 1, -1)]), "from 0 s on"),
-        (lambda t: open_loop(t, [Work("a", 1, float("inf"))]), "from 0 s on"),
-        (lambda t: open_loop(t, [Work("a", 1, 5)], seconds=4), "after the window of 4 s"),
-        (lambda t: open_loop(t, [Work("a", 1)], timeout_s=0), "timeout_s must be above 0"),
-        (lambda t: closed_loop(t, [Work("a", 1)], users=0), "at least 1"),
-        (lambda t: closed_loop(t, [Work("a", 1)], users=1, requests=0), "at least 1"),
-        (lambda t: closed_loop(t, [Work("a", 1)], users=1, seconds=0), "seconds must be above 0"),
-        (lambda t: closed_loop(t, repeat(Work("a", 1)), users=1), "needs a number of requests, or seconds"),
+        (lambda t: open_loop(t, [WorkItem("a", 1, -1)]), "from 0 s on"),
+        (lambda t: open_loop(t, [WorkItem("a", 1, float("inf"))]), "from 0 s on"),
+        (lambda t: open_loop(t, [WorkItem("a", 1, 5)], seconds=4), "after the window of 4 s"),
+        (lambda t: open_loop(t, [WorkItem("a", 1)], timeout_s=0), "timeout_s must be above 0"),
+        (lambda t: closed_loop(t, [WorkItem("a", 1)], users=0), "at least 1"),
+        (lambda t: closed_loop(t, [WorkItem("a", 1)], users=1, requests=0), "at least 1"),
+        (lambda t: closed_loop(t, [WorkItem("a", 1)], users=1, seconds=0), "seconds must be above 0"),
+        (lambda t: closed_loop(t, repeat(WorkItem("a", 1)), users=1), "needs a number of requests, or seconds"),
     ],
 )
 def test_what_makes_no_load(clock: Clock, load: Any, says: str) -> None:
@@ -344,12 +347,12 @@ def test_what_makes_no_load(clock: Clock, load: Any, says: str) -> None:
 
 
 def test_a_stall_of_the_client_is_seen_once(clock: Clock) -> None:
-    async def serve(work: Work) -> None:
+    async def serve(work: WorkItem) -> None:
         await asyncio.sleep(1)
         clock.block(0.3)
         await asyncio.sleep(1)
 
-    run = clock.run(open_loop(Scripted(serve), [Work("a", 1)]))
+    run = clock.run(open_loop(Scripted(serve), [WorkItem("a", 1)]))
     late = [stall for stall in run.client.loop_stalls_s if stall > 0.001]
     assert late == [pytest.approx(0.3, abs=0.011)]
     assert len(run.client.loop_stalls_s) == pytest.approx(200, abs=3)
@@ -357,7 +360,7 @@ def test_a_stall_of_the_client_is_seen_once(clock: Clock) -> None:
 
 def test_all_times_count_from_the_start_of_the_run(clock: Clock) -> None:
     clock.block(5000)
-    (trace,) = clock.run(open_loop(taking(1.0), [Work("a", 3)])).traces
+    (trace,) = clock.run(open_loop(taking(1.0), [WorkItem("a", 3)])).traces
     assert (trace.t_scheduled, trace.t_sent, trace.t_end) == (
         0.0,
         pytest.approx(0, abs=NEAR),
@@ -367,7 +370,7 @@ def test_all_times_count_from_the_start_of_the_run(clock: Clock) -> None:
 
 
 def test_a_run_is_stored_and_read_again(clock: Clock, tmp_path: Path) -> None:
-    run = clock.run(open_loop(taking(1.0), evenly(2, 4), warmup=[Work("w", 1)], settings={"seed": 7}))
+    run = clock.run(open_loop(taking(1.0), evenly(2, 4), warmup=[WorkItem("w", 1)], settings={"seed": 7}))
     save_run(run, tmp_path / "new")
     assert load_run(tmp_path / "new") == run
     assert run.settings["target"] == {"name": "script", "url": "nowhere"} and run.settings["seed"] == 7
@@ -399,7 +402,7 @@ def test_settings_of_earlier_runs_are_flattened(clock: Clock, tmp_path: Path) ->
     ],
 )
 def test_what_is_no_run(clock: Clock, tmp_path: Path, name: str, text: str | None, says: str) -> None:
-    save_run(clock.run(open_loop(taking(1.0), [Work("a", 1)])), tmp_path)
+    save_run(clock.run(open_loop(taking(1.0), [WorkItem("a", 1)])), tmp_path)
     if text is None:
         (tmp_path / name).unlink()
     else:

@@ -26,7 +26,7 @@ from nanoinfer.cli.app import app
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace, save_traces
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 from tests.bench.made import golden
 
 URL = "http://127.0.0.1:9"
@@ -51,9 +51,9 @@ class Fake:
         self.messages: dict[str, str] = {}
         self.settings: dict[str, Any] = {"kind": "fake"}
         self.error: str | None = None
-        self.works: list[Work] = []
+        self.works: list[WorkItem] = []
 
-    async def send(self, work: Work, trace: Trace) -> None:
+    async def send(self, work: WorkItem, trace: Trace) -> None:
         self.works.append(work)
         await asyncio.sleep(0.001)
         trace.t_sent = now()
@@ -208,7 +208,7 @@ def test_exit_code_1_where_nothing_succeeded(fake: Fake, tmp_path: Path) -> None
 
 
 def test_exit_code_1_beyond_the_error_budget(fake: Fake) -> None:
-    async def late(work: Work, trace: Trace) -> None:
+    async def late(work: WorkItem, trace: Trace) -> None:
         await asyncio.sleep(0.03)
         trace.t_sent = now()
         trace.token(now())
@@ -268,7 +268,7 @@ def test_the_floor_is_measured_first_and_kept(fake: Fake, monkeypatch: pytest.Mo
         ("--speedup 2", "--speedup goes with --replay"),
         ("--rate 1 --think 2", "--think goes with --users"),
         ("--rate 1 --arrivals sometimes", "arrivals 'sometimes': write constant, poisson"),
-        ("--rate -1", "rate must be a number above 0, got -1"),
+        ("--rate -1", "rate must be above 0, got -1"),
         ("--rate 0.001 --seconds 1", "no request is due within 1 s at 0.001 a second: give more --seconds"),
         ("--users 0", "--users must be above 0, got 0"),
         ("--requests 0", "--requests must be above 0, got 0"),
@@ -299,7 +299,7 @@ def test_few_prompts_do_not_do_for_many_levels(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\nthree\n", encoding="utf-8")
     one_line(
-        bench("--sweep", "1..4", "--prompts", str(path), "--warmup", "1"), "different prompts do not do for a warm-up"
+        bench("--sweep", "1..4", "--prompts", str(path), "--warmup", "1"), "different prompts are too few for a warm-up"
     )
 
 
@@ -488,7 +488,7 @@ def test_simulate() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--rate -1", "rate must be a number above 0"),
+        ("--rate -1", "rate must be"),
         ("--gpu H1000", "unknown device 'H1000'"),
         ("--slo ttft=5", "5 of what?"),
         ("--find", "give one (--slo ttft=200ms)"),

@@ -27,7 +27,7 @@ from nanoinfer.simulate.virtual import Span
 from nanoinfer.theory.ragged import mixed_step
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.workload.arrivals import gamma
-from nanoinfer.workload.lengths import Lengths
+from nanoinfer.workload.items import Lengths
 
 MODEL, GPU = "smollm2-135m", "L4"
 SLO = {"ttft": 0.05, "tpot": 0.005}

@@ -17,7 +17,7 @@ from nanoinfer.models.registry import load_model
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.simulate.simulate import simulate, step_seconds, watch
 from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
-from nanoinfer.workload.workload import Work, log_normal, log_normal_work
+from nanoinfer.workload.items import WorkItem, log_normal, log_normal_work
 
 
 def house(blocks: int = 16, running: int = 4, budget: int = 8) -> Scheduler:
@@ -35,7 +35,7 @@ def times(trace: Trace) -> list[float]:
 
 def test_two_requests_by_hand() -> None:
     scheduler = house()
-    one, two = simulate([Work([1] * 6, 3), Work([2] * 4, 2, at=0.5)], scheduler, by_tokens)
+    one, two = simulate([WorkItem([1] * 6, 3), WorkItem([2] * 4, 2, at=0.5)], scheduler, by_tokens)
     # 0 to 1.6: six tokens of the first. Then one of it beside four of the second: 1.5 s. Then two: 1.2 s.
     assert times(one) == [1.6, 3.1, 4.3]
     assert times(two) == [3.1, 4.3]
@@ -45,31 +45,31 @@ def test_two_requests_by_hand() -> None:
 
 
 def test_the_clock_jumps_over_idle_time() -> None:
-    one, two = simulate([Work([1] * 2, 1), Work([2] * 2, 1, at=100.0)], house(), by_tokens)
+    one, two = simulate([WorkItem([1] * 2, 1), WorkItem([2] * 2, 1, at=100.0)], house(), by_tokens)
     assert times(one) == [1.2] and times(two) == [101.2]
 
 
 def test_a_long_prompt_comes_in_chunks_and_others_decode_beside_it() -> None:
-    one, two = simulate([Work([1] * 2, 4), Work([2] * 20, 1, at=0.1)], house(), by_tokens)
+    one, two = simulate([WorkItem([1] * 2, 4), WorkItem([2] * 20, 1, at=0.1)], house(), by_tokens)
     # 7 tokens of the long prompt beside each decoding row, then the last 6 of it.
     assert times(one) == [1.2, 3.0, 4.8, 6.5]
     assert times(two) == [6.5]
 
 
 def test_found_prefixes_are_not_computed_again() -> None:
-    first, again = simulate([Work([1] * 8, 1), Work([1] * 8, 1, at=50)], house(budget=9), by_tokens)
+    first, again = simulate([WorkItem([1] * 8, 1), WorkItem([1] * 8, 1, at=50)], house(budget=9), by_tokens)
     assert (first.cached_tokens, again.cached_tokens) == (0, 4)
     assert times(again) == [51.4]
 
 
 def test_what_never_fits_is_refused_before_anything_runs() -> None:
     with pytest.raises(RequestError, match="cannot fit in a KV cache of 64"):
-        simulate([Work([1] * 4, 1), Work([1] * 60, 6)], house(), by_tokens)
+        simulate([WorkItem([1] * 4, 1), WorkItem([1] * 60, 6)], house(), by_tokens)
 
 
 def test_the_model_prices_a_plan() -> None:
     config, machine = SHAPES["smollm2-135m"], Machine.datasheet("H100", "bfloat16")
-    (trace,) = simulate([Work([1] * 64, 3)], house(32, 4, 512), step_seconds(config, machine))
+    (trace,) = simulate([WorkItem([1] * 64, 3)], house(32, 4, 512), step_seconds(config, machine))
     steps = [prefill_step(config, machine, 1, 64), *(decode_step(config, machine, 1, n) for n in (65, 66))]
     assert trace.chunks[-1][0] == pytest.approx(sum(s.seconds for s in steps), rel=0.01)
 
@@ -79,7 +79,7 @@ def test_the_same_plans_as_a_real_run(blocks: int) -> None:
     loaded = load_model("random:tiny-llama")
     rng = random.Random(3)
     lengths = [(rng.randrange(1, 40), rng.randrange(1, 20)) for _ in range(12)]
-    work = [Work([rng.randrange(1, 200) for _ in range(p)], new) for p, new in lengths]
+    work = [WorkItem([rng.randrange(1, 200) for _ in range(p)], new) for p, new in lengths]
     engine = ContinuousEngine(loaded, max_running=4, token_budget=16, block_size=8, cache_tokens=8 * blocks)
     ours = Scheduler(BlockPool(blocks, 8), 4, 16)
     real, virtual = watch(engine.scheduler), watch(ours)

@@ -23,7 +23,7 @@ from nanoinfer.simulate.virtual import Span, simulated
 from nanoinfer.theory.ragged import StepTimes
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.workload.arrivals import poisson
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 
 class ByRows:
@@ -36,7 +36,7 @@ class ByRows:
         return (self.seconds([(c - 1 + step, 1) for c in contexts], len(contexts)) for step in count())
 
 
-def plain(work: Sequence[Work], scheduler: Scheduler, times: virtual.Times) -> list[Trace]:
+def plain(work: Sequence[WorkItem], scheduler: Scheduler, times: virtual.Times) -> list[Trace]:
     def seconds(plan: Plan) -> float:
         return times.seconds([(c.start, c.n) for c in plan.chunks], sum(c.reaches_end for c in plan.chunks))
 
@@ -87,7 +87,7 @@ def test_the_same_traces_to_the_last_bit(
     at, work = 0.0, []
     for prompt, what, output, gap in drawn:
         at += gap
-        work.append(Work([what] * prompt, output, at))
+        work.append(WorkItem([what] * prompt, output, at))
     slow, fast = (Scheduler(BlockPool(blocks, size, share), running, running + extra) for _ in range(2))
     try:
         expected = plain(work, slow, ByRows())
@@ -105,7 +105,7 @@ def test_the_same_traces_to_the_last_bit(
 def test_few_decisions_where_little_happens() -> None:
     scheduler = Scheduler(BlockPool(1000, 16, False), 8, 64)
     plans, spans = watch(scheduler), list[Span]()
-    work = [Work([1] * 10, 500, 0.0), Work([1] * 10, 500, 5.0), Work([1] * 10, 100, 10.0)]
+    work = [WorkItem([1] * 10, 500, 0.0), WorkItem([1] * 10, 500, 5.0), WorkItem([1] * 10, 100, 10.0)]
     traces = list(simulated(work, scheduler, ByRows(), spans.append))
     assert [len(t.chunks) for t in traces] == [t.output_tokens for t in traces]
     assert sorted(t.output_tokens for t in traces) == [100, 500, 500]
@@ -119,7 +119,7 @@ def test_few_decisions_where_little_happens() -> None:
 
 def test_a_short_cache_is_jumped_over_up_to_its_last_block() -> None:
     # Three rows of 3 + 30 tokens in 12 blocks of 4: they run out in mid-answer, and somebody is preempted.
-    work = [Work([i] * 3, 30, 0.0) for i in range(3)]
+    work = [WorkItem([i] * 3, 30, 0.0) for i in range(3)]
     schedulers = [Scheduler(BlockPool(12, 4, False), 4, 16) for _ in range(2)]
     plans = watch(schedulers[0])
     fast = list(simulated(work, schedulers[0], ByRows()))
@@ -131,7 +131,7 @@ def test_a_short_cache_is_jumped_over_up_to_its_last_block() -> None:
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
 def test_the_step_time_model_prices_a_jump_as_it_prices_its_plans(model: str) -> None:
     config, machine = SHAPES[model], Machine.datasheet("H100", "bfloat16")
-    work = [Work(bytes(10 + 7 * i), 5 + 11 * i % 37, i / 900) for i in range(40)]
+    work = [WorkItem(bytes(10 + 7 * i), 5 + 11 * i % 37, i / 900) for i in range(40)]
     house = [Scheduler(BlockPool(400, 16, False), 8, 64) for _ in range(2)]
     fast = list(simulated(work, house[0], StepTimes(config, machine)))
     assert in_order(fast) == in_order(simulate(work, house[1], step_seconds(config, machine)))
@@ -140,11 +140,11 @@ def test_the_step_time_model_prices_a_jump_as_it_prices_its_plans(model: str) ->
 def test_work_is_taken_no_sooner_than_it_can_matter() -> None:
     taken = 0
 
-    def endless() -> Iterator[Work]:
+    def endless() -> Iterator[WorkItem]:
         nonlocal taken
         for at in poisson(1000.0, seed=1):  # a hundred times what can be served
             taken += 1
-            yield Work(b"\0" * 10, 10, at)
+            yield WorkItem(b"\0" * 10, 10, at)
 
     traces = list(islice(simulated(endless(), Scheduler(BlockPool(100, 16, False), 4, 16), ByRows()), 200))
     assert [t.t_scheduled for t in traces] == sorted(t.t_scheduled for t in traces)
@@ -153,7 +153,7 @@ def test_work_is_taken_no_sooner_than_it_can_matter() -> None:
 
 def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     def peak(n: int) -> int:
-        work = (Work(b"\0" * 20, 60, at) for at in islice(poisson(0.02, seed=4), n))
+        work = (WorkItem(b"\0" * 20, 60, at) for at in islice(poisson(0.02, seed=4), n))
         scheduler = Scheduler(BlockPool(100, 16, False), 8, 64)
         gc.collect()
         tracemalloc.start()
@@ -172,7 +172,7 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
 def test_ends_of_steps_are_dropped_and_traces_stay_whole(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "KEPT", 3)
     outputs = [1] * 10 + [1 + 7 * i % 50 for i in range(50)]
-    work = [Work([1] * (1 + i % 5), output, gap * i) for i, output in enumerate(outputs)]
+    work = [WorkItem([1] * (1 + i % 5), output, gap * i) for i, output in enumerate(outputs)]
     house = [Scheduler(BlockPool(60, 4), 5, 9) for _ in range(2)]
     assert in_order(list(simulated(work, house[0], ByRows()))) == in_order(plain(work, house[1], ByRows()))
 
@@ -180,14 +180,14 @@ def test_ends_of_steps_are_dropped_and_traces_stay_whole(gap: float, monkeypatch
 @pytest.mark.parametrize(
     ("work", "says"),
     [
-        ([Work([1], 1, 5.0), Work([1], 1, 4.0)], "in order of its time: 4 s after 5 s"),
-        ([Work("text", 1)], "token ids"),
-        ([Work([1], 0)], "at least 1 token in and 1 out, got 1 and 0"),
-        ([Work([], 1)], "at least 1 token in and 1 out, got 0 and 1"),
-        ([Work([1] * 60, 6)], "cannot fit in a KV cache of 64"),
+        ([WorkItem([1], 1, 5.0), WorkItem([1], 1, 4.0)], "in order of its time: 4 s after 5 s"),
+        ([WorkItem("text", 1)], "token ids"),
+        ([WorkItem([1], 0)], "at least 1 token in and 1 out, got 1 and 0"),
+        ([WorkItem([], 1)], "at least 1 token in and 1 out, got 0 and 1"),
+        ([WorkItem([1] * 60, 6)], "cannot fit in a KV cache of 64"),
     ],
 )
-def test_work_that_cannot_be_served(work: list[Work], says: str) -> None:
+def test_work_that_cannot_be_served(work: list[WorkItem], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         list(simulated(work, Scheduler(BlockPool(16, 4), 4, 8), ByRows()))
 

@@ -16,7 +16,7 @@ from nanoinfer.measure.batches import Batches
 from nanoinfer.simulate.virtual import Span, simulated
 from nanoinfer.theory.queueing import in_system, load_of, md1_wait, mg1_wait, mm1_residence_percentile, mm1_wait
 from nanoinfer.workload.arrivals import poisson
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.items import WorkItem
 
 
 def test_waits_at_half_load() -> None:
@@ -81,7 +81,7 @@ def one_at_a_time() -> Scheduler:
 def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
     # A request takes 4 steps of 0.25 s, one of its prompt and three jumped over: a service of 1 s.
     n, warm = 40_000, 4_000
-    work = (Work(b"\0" * 8, 4, at) for at in islice(poisson(load, seed=11), n))
+    work = (WorkItem(b"\0" * 8, 4, at) for at in islice(poisson(load, seed=11), n))
     waits = Batches(warm / load, n / load)
     for trace in simulated(work, one_at_a_time(), Fixed(0.25)):
         assert trace.t_start is not None and trace.t_end is not None
@@ -100,7 +100,7 @@ def test_the_mean_wait_is_that_of_m_m_1() -> None:
     rng, load, n = random.Random(5), 0.7, 30_000
     steps = 100
     outputs = (1 + int(rng.expovariate(1 / (steps - 0.5))) for _ in range(n))
-    work = (Work(b"\0", output, at) for at, output in zip(poisson(load, seed=6), outputs, strict=False))
+    work = (WorkItem(b"\0", output, at) for at, output in zip(poisson(load, seed=6), outputs, strict=False))
     waits = Batches(0.0, n / load)
     scheduler = Scheduler(BlockPool(2**12, 16, share_prefixes=False), max_running=1, token_budget=16)
     for trace in simulated(work, scheduler, Fixed(1 / steps)):
@@ -113,7 +113,7 @@ def test_the_mean_wait_is_that_of_m_m_1() -> None:
 def test_littles_law_holds_exactly_over_a_whole_run() -> None:
     # Who is there is counted from the scheduler's side, step by step; how long each stayed, from the traces.
     rng = random.Random(2)
-    work = [Work(bytes(rng.randrange(1, 40)), rng.randrange(1, 20), at) for at in islice(poisson(2.0, seed=3), 400)]
+    work = [WorkItem(bytes(rng.randrange(1, 40)), rng.randrange(1, 20), at) for at in islice(poisson(2.0, seed=3), 400)]
     scheduler = Scheduler(BlockPool(24, 4, share_prefixes=False), max_running=4, token_budget=8)
     gone: list[float] = []  # of those who left, times
     leaving: list[Sequence[int]] = []

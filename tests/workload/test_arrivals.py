@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 import pytest
 
 from nanoinfer.errors import RequestError
-from nanoinfer.workload.arrivals import constant, gamma, poisson, ramp, schedule, when
+from nanoinfer.workload.arrivals import constant, gamma, poisson, ramp, ramp_time, schedule
 
 
 def gaps(offsets: Iterator[float], n: int = 20_000) -> list[float]:
@@ -66,8 +66,8 @@ def test_the_ramps_clock_is_the_inverse_of_its_count() -> None:
     for low, high in ((2, 20), (20, 2), (0, 8), (8, 0), (5, 5)):
         for t in (0.0, 1.0, 7.5, 10.0):
             n = low * t + (high - low) * t * t / 20
-            assert when(n, low, high, 10) == pytest.approx(t, abs=1e-6)
-    assert when(41, 8, 0, 10) == math.inf  # 8 a second falling to 0 in 10 s are 40
+            assert ramp_time(n, low, high, 10) == pytest.approx(t, abs=1e-6)
+    assert ramp_time(41, 8, 0, 10) == math.inf  # 8 a second falling to 0 in 10 s are 40
     assert len(list(ramp(8, 0, 10))) < 80
 
 
@@ -84,14 +84,14 @@ def test_schedules_from_words() -> None:
         ("steady", 1, {"n": 1}, "arrivals 'steady': write constant, poisson, gamma:0.5 or ramp:2-20"),
         ("gamma", 1, {"n": 1}, "arrivals 'gamma'"),
         ("poisson:3", 1, {"n": 1}, "arrivals 'poisson:3'"),
-        ("gamma:0", 1, {"n": 1}, "burstiness must be a number above 0"),
-        ("gamma:nan", 1, {"n": 1}, "burstiness must be a number above 0"),
+        ("gamma:0", 1, {"n": 1}, "burstiness must be above 0"),
+        ("gamma:nan", 1, {"n": 1}, "burstiness must be above 0"),
         ("ramp:2-20", 1, {"n": 1}, "a ramp needs a length in seconds"),
-        ("ramp:0-0", 1, {"seconds": 1}, "one of them above 0"),
+        ("ramp:0-0", 1, {"seconds": 1}, "the higher rate must be above 0"),
         ("ramp:2", 1, {"seconds": 1}, "arrivals 'ramp:2'"),
-        ("poisson", 0, {"n": 1}, "rate must be a number above 0"),
-        ("poisson", math.inf, {"n": 1}, "rate must be a number above 0"),
-        ("poisson", 1, {"seconds": 0}, "seconds must be a number above 0"),
+        ("poisson", 0, {"n": 1}, "rate must be above 0"),
+        ("poisson", math.inf, {"n": 1}, "rate must be above 0"),
+        ("poisson", 1, {"seconds": 0}, "seconds must be above 0"),
         ("poisson", 1, {}, "say how many requests"),
     ],
 )

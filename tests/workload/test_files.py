@@ -1,14 +1,15 @@
-"""Recorded traces: exact offsets from seven digits, over midnight, sped up, and bad lines named."""
+"""Work from files: exact offsets from seven digits, over midnight, sped up; bad lines are named."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from nanoinfer.errors import RequestError
-from nanoinfer.workload.replay import Entry, as_works, describe, nanoseconds, read_trace
-from nanoinfer.workload.workload import Work
+from nanoinfer.workload.files import TraceEntry, gap_rate, nanoseconds, read_pairs, read_prompts, read_trace, replayed
+from nanoinfer.workload.items import Lengths, WorkItem, from_prompts
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.9985000,100,10
@@ -18,7 +19,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def trace(tmp_path: Path, text: str, name: str = "a.csv") -> list[Entry]:
+def trace(tmp_path: Path, text: str, name: str = "a.csv") -> list[TraceEntry]:
     (tmp_path / name).write_text(text, encoding="utf8", newline="")
     return read_trace(tmp_path / name)
 
@@ -26,15 +27,12 @@ def trace(tmp_path: Path, text: str, name: str = "a.csv") -> list[Entry]:
 def test_an_azure_trace_keeps_all_seven_digits(tmp_path: Path) -> None:
     entries = trace(tmp_path, AZURE)
     assert [e.at for e in entries] == [0.0, 0.0005005, 0.0015, 0.5015001]
-    found = describe(entries)
-    assert found["span_s"] == 0.5015001
-    assert found["gap_rate"] == pytest.approx(5.98205, abs=1e-5)
-    assert found["requests"] / found["span_s"] == pytest.approx(7.97607, abs=1e-5)
-    assert (found["prompt_tokens"], found["output_tokens"]) == (2151, 36)
+    assert gap_rate(entries) == pytest.approx(5.98205, abs=1e-5)
+    assert [(e.prompt_tokens, e.output) for e in entries] == [(100, 10), (50, 1), (2000, 5), (1, 20)]
 
 
 def test_twice_as_fast_is_half_the_offsets(tmp_path: Path) -> None:
-    works = as_works(trace(tmp_path, AZURE), speed_up=2, vocab_size=10)
+    works = replayed(trace(tmp_path, AZURE), speed_up=2, vocab_size=10)
     assert [w.at for w in works] == [0.0, 0.00025025, 0.00075, 0.25075005]
     assert [(len(w.prompt), w.output) for w in works] == [(100, 10), (50, 1), (2000, 5), (1, 20)]
 
@@ -75,8 +73,8 @@ def test_times_are_whole_nanoseconds(text: str, ns: int) -> None:
         (AZURE.replace("2023-11-17 00:00:00.5000001", "17/11/2023 00:00"), "line 5"),
         (AZURE.replace("2023-11-17 00:00:00.5000001", "2023-02-30 00:00:00"), "line 5"),
         ("a,b\n1,2\n", "line 1: no column timestamp"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
-        ("", "line 1: no column"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds nothing"),
+        ("", "holds nothing"),
     ],
 )
 def test_bad_lines_of_a_csv(tmp_path: Path, text: str, says: str) -> None:
@@ -91,11 +89,10 @@ def test_a_trace_of_our_own(tmp_path: Path) -> None:
         '{"at": 0.5, "prompt_tokens": 4, "output": 2}\n{"at": 1, "prompt": [5, 6], "output": 1}\n',
         "a.jsonl",
     )
-    assert entries == [Entry(0.5, 4, 2), Entry(1.0, 2, 1, (5, 6)), Entry(2.5, None, 3, "Why?")]
-    made, ids, text = as_works(entries)
-    assert (ids, text) == (Work((5, 6), 1, 1.0), Work("Why?", 3, 2.5))  # times as they are, not from the first
+    assert entries == [TraceEntry(0.5, 4, 2), TraceEntry(1.0, 2, 1, (5, 6)), TraceEntry(2.5, None, 3, "Why?")]
+    made, ids, text = replayed(entries)
+    assert (ids, text) == (WorkItem((5, 6), 1, 1.0), WorkItem("Why?", 3, 2.5))  # times as they are, not from the first
     assert len(str(made.prompt).split()) == 4 and made.at == 0.5
-    assert describe(entries)["prompt_tokens"] is None  # one does not say
 
 
 @pytest.mark.parametrize(
@@ -127,14 +124,75 @@ def test_files_and_speeds_that_do_not_do(tmp_path: Path) -> None:
         read_trace(tmp_path / "a.parquet")
     for speed_up in (0, -1, float("nan")):
         with pytest.raises(RequestError, match="speed-up"):
-            as_works([Entry(0, 1, 1)], speed_up=speed_up)
+            replayed([TraceEntry(0, 1, 1)], speed_up=speed_up)
 
 
 def test_one_request_has_no_rate() -> None:
-    assert describe([Entry(3.0, 5, 2)]) == {
-        "requests": 1,
-        "span_s": 0.0,
-        "gap_rate": None,
-        "prompt_tokens": 5,
-        "output_tokens": 2,
-    }
+    assert gap_rate([TraceEntry(3.0, 5, 2)]) is None
+
+
+# --- lengths and prompts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "prompt_tokens,output_tokens\n120,30\n7,1\n"),
+        ("a.txt", "120,30\r\n\r\n7, 1\r\n"),
+        ("a.csv", "\ufeff120,30\n7,1"),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 120, "output_tokens": 30, "status": "ok"}\n{"prompt_tokens":7,"output_tokens":1}\n',
+        ),
+    ],
+)
+def test_files_of_pairs(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf8", newline="")
+    assert read_pairs(tmp_path / name) == [(120, 30), (7, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "p,o\n1,2\n3\n", "line 3"),
+        ("a.csv", "1,2\n3,x\n", "line 2"),
+        ("a.csv", "1,0\n", "line 1"),
+        ("a.csv", "1,2,3\n", "line 1"),
+        ("a.jsonl", '{"prompt_tokens": 1}\n', "line 1"),
+        ("a.jsonl", '{"prompt_tokens": 1, "output_tokens": 2.5}\n', "line 1"),
+        ("a.jsonl", "[1, 2\n", "line 1"),
+        ("a.csv", "p,o\n", "holds nothing"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError, match=says):
+        read_pairs(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_and_one_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="No such file"):
+        read_pairs(tmp_path / "none.csv")
+    (tmp_path / "a.csv").write_bytes(b"1,2\n\xff\xfe")
+    with pytest.raises(RequestError, match="not a UTF-8 text"):
+        read_pairs(tmp_path / "a.csv")
+
+
+def test_real_prompts(tmp_path: Path) -> None:
+    plain, records = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    plain.write_text("Tell me\u2028a story\n\n  Why?  \n", encoding="utf8")
+    assert read_prompts(plain) == [("Tell me\u2028a story", None), ("Why?", None)]
+    records.write_text('"Why?"\n{"prompt": "How?", "output_tokens": 9}\n{"prompt": "Who?"}\n')
+    prompts = read_prompts(records)
+    assert prompts == [("Why?", None), ("How?", 9), ("Who?", None)]
+    works = list(islice(from_prompts(prompts, Lengths("fixed", 4, 4), seed=1), 6))
+    assert sorted((w.prompt, w.output) for w in works[:3]) == [("How?", 9), ("Who?", 4), ("Why?", 4)]
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "3", '{"prompt": ""}', '{"prompt": [1]}', '{"prompt": "a", "output_tokens": 0}']
+)
+def test_a_line_without_a_prompt_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'"fine"\n{line}\n')
+    with pytest.raises(RequestError, match="line 2: not a prompt"):
+        read_prompts(tmp_path / "a.jsonl")
