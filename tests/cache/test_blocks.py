@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.cache.blocks import ROOT, BlockPool, BlockTable, PoolCounts
 from nanoinfer.errors import RequestError
+from tests.examples import examples
 
 SIZE = 4
 A, B, C, D = ([first] * SIZE for first in (10, 20, 30, 40))  # whole blocks of text
@@ -172,7 +173,7 @@ class TestPrefixes:
         pool.close(opened(pool, [*A, *D, 1]))  # blocks that were dropped serve again
         assert found(pool, [*A, *D, 0]) == 8
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12), st.integers(1, 3))
     def test_the_longest_common_prefix_and_nothing_else(self, texts: list[list[int]], size: int) -> None:
         pool, seen = BlockPool(200, size), list[list[int]]()

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa
 from nanoinfer.configs.config import ModelConfig
 from tests.engines.helpers import GPT2, LLAMA, tiny
+from tests.examples import examples
 
 MHA = ModelConfig("llama", 2, 8, 2, 2, 4, 8, 16, 64)
 GQA = ModelConfig("llama", 2, 24, 6, 2, 4, 8, 16, 64)
@@ -100,7 +101,7 @@ def test_rows_that_have_nothing_in_common(way: str) -> None:
             patch.setattr(ragged, "varlen_attn", varlen_by_hand)
             patch.setattr(RaggedFlash, "fits", staticmethod(lambda store: True))
 
-        @settings(max_examples=60, deadline=None)
+        @examples(60)
         @given(
             config=st.sampled_from([MHA, GQA]),
             size=st.sampled_from([1, 3, 4, 16]),

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample_inverse_cdf
+from tests.examples import examples
 
 Rule = Callable[[Tensor, Tensor, int, float, float], int]
 P = [1, 6, 2, 4, 3]  # sixteenths
@@ -79,7 +80,7 @@ def test_equal_but_for_rounding_leaves_something_to_draw_from() -> None:
     assert judge(p, q, 3, 1 - 1e-12, 0.5) in range(5)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), size=st.integers(2, 8))
 def test_kept_and_left_over_add_up_to_p(data: st.DataObject, size: int) -> None:
     weights = st.lists(st.floats(0, 1, width=32), min_size=size, max_size=size).filter(lambda w: sum(w) > 0.01)

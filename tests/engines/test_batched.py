@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.cache.contiguous import ContiguousCache
@@ -15,6 +15,7 @@ from nanoinfer.engines.padding import left_pad
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
+from tests.examples import examples
 
 TINY = {config.family: tiny(config) for config in (GPT2, LLAMA)}
 SHORT = tiny(ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 32, 8))  # a context of 8, so that every place of it counts
@@ -31,7 +32,7 @@ def alone(family: str, prompts: Prompts, params: list[SamplingParams]) -> list[l
     return [naive.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     family=st.sampled_from(sorted(TINY)),
     prompts=st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=7),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import nanoinfer
@@ -20,6 +20,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
+from tests.examples import examples
 
 ALL = sorted(ENGINES)
 CROPPING = [name for name in ALL if name not in ("continuous", "speculative")]
@@ -47,7 +48,7 @@ def test_tokens_equal_a_loop_written_by_hand(name: str, family: str) -> None:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     family=st.sampled_from(sorted(TINY)),
     prompts=st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=5),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from nanoinfer.errors import RequestError
 from tests.engines.house import House, steps_of
+from tests.examples import examples
 
 
 def prompt(length: int, zeros: int) -> list[int]:
@@ -77,7 +78,7 @@ class Siege(RuleBasedStateMachine):
 
 # Some 6,000 steps in 2 s of CPU time; in them hundreds are thrown out, and thousands of blocks are evicted.
 TestSiege = Siege.TestCase
-TestSiege.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSiege.settings = examples(150, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -112,7 +113,7 @@ class TestWait:
             house.step()
         assert house.present == []
 
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(house=houses, arrivals=st.lists(st.tuples(st.integers(0, 6), requests), max_size=25))
     def test_everybody_ends_within_the_work_that_was_there(
         self, house: House, arrivals: list[tuple[int, tuple[int, int, int, int]]]

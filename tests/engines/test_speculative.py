@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.cache.paged import PagedCache
@@ -23,6 +23,7 @@ from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, nan_behind, scripted, tiny
+from tests.examples import examples
 
 TINY: dict[str, LoadedModel] = {config.family: tiny(config) for config in (GPT2, LLAMA)}
 OTHER: dict[str, LoadedModel] = {config.family: tiny(config, seed=1) for config in (GPT2, LLAMA)}
@@ -74,7 +75,7 @@ def test_quicker_passes_say_the_same(family: str, speed: Optimizations) -> None:
         assert (engine.model is not TINY[family].model) == speed.fuse
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     family=st.sampled_from(sorted(TINY)),
     prompts=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), min_size=1, max_size=3),

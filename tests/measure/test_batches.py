@@ -6,12 +6,13 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure.batches import BATCHES, Batches, BinnedBatches, ratio_error
 from nanoinfer.measure.stats import percentile, percentile_interval
+from tests.examples import examples
 
 
 def filled(values: list[float], kind: type[Batches] = Batches) -> Batches:
@@ -45,7 +46,7 @@ def test_times_outside_go_to_the_nearest_batch() -> None:
         Batches(1.0, 1.0)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.sampled_from([0.0, 1.0, 50.0, 90.0, 99.0, 100.0]))
 def test_percentiles_are_order_statistics(values: list[int], q: float) -> None:
     assert filled([float(v) for v in values]).percentile(q).value == percentile(values, q)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from nanoinfer.optimize.formats import (
     to_int8_rows,
     to_nibbles,
 )
+from tests.examples import examples
 
 EPS = 2.0**-22  # what float32 loses in a handful of operations
 BF16 = 2.0**-8  # the most that rounding to bfloat16 moves a number by, as a share of it
@@ -41,7 +42,7 @@ def weights(draw: st.DrawFn, group: int = 1, centred: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(weight=weights())
 def test_int8_is_half_a_scale_away_at_most_and_uses_the_whole_range(weight: Tensor, dtype: torch.dtype) -> None:
     whole, scales = to_int8_rows(weight, dtype)
@@ -54,7 +55,7 @@ def test_int8_is_half_a_scale_away_at_most_and_uses_the_whole_range(weight: Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(weight=weights())
 def test_int8_of_what_int8_gave_is_the_same(weight: Tensor, dtype: torch.dtype) -> None:
     whole, scales = to_int8_rows(weight, dtype)
@@ -64,7 +65,7 @@ def test_int8_of_what_int8_gave_is_the_same(weight: Tensor, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("group", [4, 32])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_int4_is_half_a_step_away_at_most_but_for_rounded_ends(data: st.DataObject, group: int) -> None:
     weight = data.draw(weights(group))
@@ -79,7 +80,7 @@ def test_int4_is_half_a_step_away_at_most_but_for_rounded_ends(data: st.DataObje
 
 
 @pytest.mark.parametrize("group", [4, 32])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_int4_reaches_both_ends_and_of_what_int4_gave_is_the_same(data: st.DataObject, group: int) -> None:
     weight = data.draw(weights(group, centred=True))
@@ -100,7 +101,7 @@ def test_int4_finds_a_grid_that_the_weights_lie_on() -> None:
     assert torch.equal(from_int4_groups(*to_int4_groups(weight, 32)), weight)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(weight=weights())
 def test_fp8_is_a_sixteenth_away_at_most_and_uses_the_whole_range(weight: Tensor) -> None:
     narrow, scales = to_fp8_rows(weight)
@@ -113,7 +114,7 @@ def test_fp8_is_a_sixteenth_away_at_most_and_uses_the_whole_range(weight: Tensor
     assert (narrow.float()[at_most] == 448 * weight[at_most].sign()).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(weight=weights())
 def test_fp8_of_what_fp8_gave_is_the_same(weight: Tensor) -> None:
     narrow, scales = to_fp8_rows(weight)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nanoinfer.engines.cached import CachedEngine
@@ -20,6 +19,7 @@ from nanoinfer.parallel.ring_attention import attend_with_lse, held_by, merge
 from nanoinfer.theory.communication import context_parallel, context_parallel_decode
 from nanoinfer.theory.stages import evenly
 from tests.engines.helpers import tiny
+from tests.examples import examples
 from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, STEPS, prompts
 from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, generated
 from tests.parallel.together import answers, context_ends
@@ -120,7 +120,7 @@ def test_the_overlap_is_measured_at_every_length(ranks: list[dict[str, Any]]) ->
 # --- without ranks --------------------------------------------------------------------
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     group=st.integers(1, 3),

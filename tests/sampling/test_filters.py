@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -33,6 +33,7 @@ from nanoinfer.sampling.sample import (
     sample_inverse_cdf,
     softmax_with_temperature,
 )
+from tests.examples import examples
 
 
 def limits(vocab: int, *params: SamplingParams) -> Limits:
@@ -73,7 +74,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_all_ways_keep_the_same_ids(data: st.DataObject) -> None:
     vocab = data.draw(st.integers(1, 40))
@@ -97,7 +98,7 @@ def test_all_ways_keep_the_same_ids(data: st.DataObject) -> None:
     torch.testing.assert_close(distribution(logits, params), shares / shares.sum(dim=-1, keepdim=True))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 2**31), spread=st.sampled_from([0.0, 0.01, 1.0, 4.0]), digits=st.sampled_from([0, 1, 6]))
 def test_all_ways_agree_beyond_the_few_best(seed: int, spread: float, digits: int) -> None:
     vocab = 3 * FEW

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.errors import RequestError
@@ -19,6 +19,7 @@ from nanoinfer.sampling.sample import (
     sample,
     top_logprobs,
 )
+from tests.examples import examples
 
 PROBS = [0.1875, 0.5, 0.0625, 0.25]  # unsorted on purpose
 
@@ -179,7 +180,7 @@ def test_unseeded_requests_differ() -> None:
     assert len(set(sample(torch.zeros(40, 1000), states).tolist())) > 20
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.floats(0.05, 5),

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
 from nanoinfer.serve.service import Limits
 from tests.engines.helpers import LLAMA, tiny
+from tests.examples import examples
 from tests.serve.helpers import TEMPLATE, Server, serving
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
@@ -49,7 +50,7 @@ def test_no_request_makes_the_server_fail(server: Server, path: str, mode: Gener
     (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @examples(50, derandomize=True, suppress_health_check=list(HealthCheck))
     def holds(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=30)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import count, islice, pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanoinfer.cache.blocks import BlockPool
@@ -24,6 +24,7 @@ from nanoinfer.theory.ragged import StepTimes
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem
+from tests.examples import examples
 
 
 class ByRows:
@@ -72,7 +73,7 @@ works = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(works, st.integers(1, 5), st.integers(1, 12), st.integers(1, 5), st.integers(17, 60), st.booleans())
 # Two that are alike share blocks; a queue before a full house; blocks that run out; a search for shared blocks that
 # is in vain and yet saves them from being evicted.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +17,7 @@ from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.theory import arithmetic as a
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
+from tests.examples import examples
 
 #: Small shapes with every option that a reader knows, written as Hugging Face's config classes take them.
 SMALL = {
@@ -171,7 +172,7 @@ def test_errors_name_the_thing() -> None:
 
 # --- properties -----------------------------------------------------------------
 
-relaxed = settings(deadline=None, max_examples=60)  # a busy machine is no failure
+relaxed = examples(60)
 size = st.integers(1, 40)
 WIDE = st.integers(16, 400)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.configs.catalog import MODELS
@@ -15,6 +15,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.ragged import StepTimes, mixed_step
 from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
+from tests.examples import examples
 
 H100 = Machine.datasheet("H100", "bfloat16")
 EAGER = Machine.datasheet("A100", "bfloat16", launch_s=4e-6)
@@ -106,7 +107,7 @@ def test_the_cheap_form_of_timed_operators() -> None:
         assert StepTimes(config, machine).seconds(rows, ends) == pytest.approx(full.seconds, rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.sampled_from(sorted(CONFIGS)), st.lists(st.integers(0, 5000), min_size=1, max_size=6))
 def test_decode_steps_on_end_are_the_steps_one_by_one(name: str, held: list[int]) -> None:
     times = StepTimes(CONFIGS[name], H100)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.configs.catalog import MODELS
@@ -20,6 +20,7 @@ from nanoinfer.theory.roofline import Machine, Step
 from nanoinfer.theory.split import Split, largest_batch, memory
 from nanoinfer.theory.split_steps import decode_step, prefill_step
 from nanoinfer.theory.stages import evenly, layers_of, stage_weight_bytes, stages
+from tests.examples import examples
 
 LLAMA, SMOL, GPT2 = SHAPES["llama-3.1-8b"], SHAPES["smollm2-135m"], SHAPES["gpt2"]
 MIXTRAL = replace(from_hf(MODELS["Mixtral-8x7B"][0], "Mixtral-8x7B"), context=32_768)
@@ -222,7 +223,7 @@ class TestMemory:
 SPLITS = [Split(tp=2), Split(tp=8), Split(pp=4), Split(cp=4), Split(tp=2, pp=4), Split(tp=4, cp=8), Split(tp=32)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(SPLITS), st.integers(1, 40), st.integers(64, 4000), st.floats(1, 50))
 def test_slower_links_and_longer_calls_never_help(split: Split, batch: int, context: int, times: float) -> None:
     slower = replace(H100, link=450e9 / times, alpha=8e-6 * times, nodes_link=50e9 / times, nodes_alpha=10e-6 * times)
