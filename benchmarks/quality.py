@@ -32,10 +32,9 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.apply import share_weights
-from nanoinfer.optimize.calibrated import Calibration, channel_energy
 from nanoinfer.optimize.cpu_kernel import GROUP, DecodeKernel, Weights
 from nanoinfer.optimize.options import Quantised
-from nanoinfer.optimize.quantise import bits_per_weight, quantise
+from nanoinfer.optimize.quantise import Calibration, bits_per_weight, channel_energy, quantise
 
 WINDOW = 512
 #: KL divergence from float32 that a way may cost and still be offered as a default, in nats.

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.optimize.compiled import compile_layers
+from nanoinfer.optimize.compile import compile_layers
 from nanoinfer.optimize.fuse import fuse
 from nanoinfer.optimize.options import Optimizations
 from nanoinfer.optimize.pack import pack

@@ -1,7 +1,7 @@
-"""A whole decode step as one native call: built once on this machine, then loaded in milliseconds.
+"""A decode step as one native call: built once on this machine, then loaded in milliseconds.
 
-``step.cpp`` needs a C++ compiler and nothing else: no headers of PyTorch or Python, no build tool. It is called by
-address, so what is handed over here is checked here.
+``csrc/step.cpp`` needs a C++ compiler and nothing else: no headers of PyTorch or Python, no build tool. It gets
+addresses, so arguments are checked here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.errors import DeviceError
+from nanoinfer.log import say
 from nanoinfer.measure.environment import cpu_features
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
@@ -35,7 +35,7 @@ PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("attention", "prod
 Weights = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 SLAB, GROUP = 32, 32  # as in step.cpp
-BUILD_SECONDS = 300  # a compiler that takes longer hangs
+BUILD_SECONDS = 300  # time-out of the compiler
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab")
 
@@ -49,7 +49,7 @@ class _Step(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("table_width", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
-        ("together", ctypes.c_int32),
+        ("shared_text", ctypes.c_int32),
         ("ids", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
@@ -61,19 +61,16 @@ class _Step(ctypes.Structure):
 
 
 def compiler() -> str | None:
-    """The C++ compiler: what ``CXX`` names, else the first of c++, g++ and clang++ that is there."""
+    """Path of the C++ compiler: what ``CXX`` names, else the first of c++, g++ and clang++; None if there is none."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def build(flags: Sequence[str] = ("-march=native",)) -> Path:
-    """The compiled library for this machine; a few seconds the first time, and said on screen.
+    """The compiled library for this machine: some seconds the first time, with a line on stderr.
 
-    What the processor can do is looked up at each call: where a folder of builds is shared by unlike machines, each
-    finds its own.
-
-    Args:
-        flags: of the target. What the compiler may use of the processor is decided by them.
+    The file name depends on sources, compiler, ``flags`` (the target) and the processor's features, so machines that
+    share a cache folder each find their own build.
 
     Raises:
         DeviceError: no compiler, or one that fails.
@@ -85,30 +82,32 @@ def build(flags: Sequence[str] = ("-march=native",)) -> Path:
     path = cache_dir() / "kernels" / f"step-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
-    print(f"nanoinfer: building its CPU kernel with {Path(cxx).name}, once, some seconds", file=sys.stderr, flush=True)
+    say(f"nanoinfer: building its CPU kernel with {Path(cxx).name}, once, some seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part = Path(folder) / path.name
-        command = [cxx, "-O3", "-std=c++17", *flags, "-shared", "-fPIC", "-pthread", "-w", "-o", str(part), str(SOURCE)]
+        built = Path(folder) / path.name
+        target = [*flags, "-shared", "-fPIC", "-pthread", "-w", "-o", str(built)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            done = subprocess.run(
+                [cxx, "-O3", "-std=c++17", *target, str(SOURCE)], capture_output=True, text=True, timeout=BUILD_SECONDS
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeviceError(f"the C++ compiler did not build the kernel: {error}") from None
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise DeviceError(f"the C++ compiler did not build the kernel: {first}")
-        part.replace(path)
+        built.replace(path)
     return path
 
 
 def _library(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
-    pointer, whole = ctypes.c_void_p, ctypes.c_int
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
     lib.ni_new.restype, lib.ni_new.argtypes = pointer, [ctypes.POINTER(_Shape), ctypes.c_float]
     lib.ni_bytes.restype, lib.ni_bytes.argtypes = ctypes.c_int64, [pointer]
     lib.ni_free.restype, lib.ni_free.argtypes = None, [pointer]
-    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, whole, pointer, pointer]
-    lib.ni_norm.restype, lib.ni_norm.argtypes = None, [pointer, whole, pointer, pointer]
+    lib.ni_linear.restype, lib.ni_linear.argtypes = None, [pointer, integer, pointer, pointer]
+    lib.ni_norm.restype, lib.ni_norm.argtypes = None, [pointer, integer, pointer, pointer]
     lib.ni_embed.restype, lib.ni_embed.argtypes = None, [pointer, pointer, pointer, pointer]
     lib.ni_step.restype, lib.ni_step.argtypes = None, [pointer, ctypes.POINTER(_Step)]
     return lib
@@ -119,13 +118,13 @@ class DecodeKernel:
 
     Args:
         model: on the CPU, in float32 or bfloat16; it must stay alive and unchanged.
-        weights: what the products are computed in. ``int8`` has a scale for every 32 numbers of a row; what goes
-            into the head is given twice the bits.
+        weights: format of the products; None for the model's dtype. ``int8`` has a scale for every 32 numbers of a row;
+            the inputs of the head get 16 bits.
         threads: None for as many as PyTorch uses.
         flags: see :func:`build`.
 
     Raises:
-        DeviceError: another device or dtype, a head's size that is odd, experts, no compiler.
+        DeviceError: another device or dtype, experts, no compiler.
     """
 
     def __init__(
@@ -151,18 +150,18 @@ class DecodeKernel:
         )  # fmt: skip
         self._lib = _library(build(flags))
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
-        self._kept = [embedding]
-        for which, (weight, bias) in enumerate(_linears(model)):
+        self._alive = [embedding]
+        for index, (weight, bias) in enumerate(_linears(model)):
             slabs = pack(weight, self.weights)
             b = None if bias is None else bias.float().contiguous()
-            self._lib.ni_linear(self._handle, which, _address(slabs), _address(b))
-        for which, (weight, bias) in enumerate(_norms(model)):
+            self._lib.ni_linear(self._handle, index, _address(slabs), _address(b))
+        for index, (weight, bias) in enumerate(_norms(model)):
             w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
-            self._lib.ni_norm(self._handle, which, _address(w), _address(b))
-        places = model.wpe.weight if isinstance(model, GPT2) else None
-        turns = model.inv_freq.float().contiguous() if isinstance(model, Llama) else None
-        self._kept += [x for x in (places, turns) if x is not None]
-        self._lib.ni_embed(self._handle, embedding.data_ptr(), _address(places), _address(turns))
+            self._lib.ni_norm(self._handle, index, _address(w), _address(b))
+        positions = model.wpe.weight if isinstance(model, GPT2) else None
+        inv_freq = model.inv_freq.float().contiguous() if isinstance(model, Llama) else None
+        self._alive += [x for x in (positions, inv_freq) if x is not None]
+        self._lib.ni_embed(self._handle, embedding.data_ptr(), _address(positions), _address(inv_freq))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -171,23 +170,23 @@ class DecodeKernel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed weights and scales: what a step reads, beside the cache."""
+        """Bytes of packed weights and scales, which a step reads in addition to the cache."""
         return int(self._lib.ni_bytes(self._handle))
 
     def __call__(self, cache: PagedCache, rows: Sequence[NewTokens], ids: Sequence[int]) -> Tensor:
         """Run one step: write the rows' new tokens into their blocks, and return the logits of each ``[N, V]`` fp32.
 
         Args:
-            cache: in the model's dtype; blocks are taken and ready (:meth:`PagedCache.prepare`).
-            rows: of one new token each, or of several that follow each other.
-            ids: their tokens, one row's behind the other's.
+            cache: in the model's dtype, with the blocks prepared (:meth:`PagedCache.prepare`).
+            rows: of one new token each, or of several consecutive ones.
+            ids: their tokens, row by row.
         """
         assert cache.k.dtype == self.dtype and cache.k.is_contiguous() and cache.v.is_contiguous()
         n = sum(row.n for row in rows)
         assert len(ids) == n > 0
         width = max(len(row.table.blocks) for row in rows)
-        filled = [row.table.blocks + [0] * (width - len(row.table.blocks)) for row in rows for _ in range(row.n)]
-        tables = torch.tensor(filled, dtype=torch.int32)
+        padded = [row.table.blocks + [0] * (width - len(row.table.blocks)) for row in rows for _ in range(row.n)]
+        tables = torch.tensor(padded, dtype=torch.int32)
         positions = torch.tensor([i for row in rows for i in range(row.table.length, row.end)])
         tokens = torch.tensor(ids)
         logits = torch.empty(n, self.config.vocab_size)
@@ -202,10 +201,9 @@ class DecodeKernel:
 def pack(weight: Tensor, kind: Weights) -> Tensor:
     """A weight ``[N, K]`` as slabs of ``SLAB`` outputs, in the order in which they are read.
 
-    In a slab, ``[K / i, SLAB, i]``: ``i`` numbers of one output side by side, as many as an instruction takes at once
-    (1, 2 and 4). N is padded to whole slabs and K to whole groups, with zeros. int8 is stored with 128 added, and in
-    bytes: for every ``GROUP`` numbers along K first the outputs' scales, in bfloat16, then the numbers. Scales are
-    rounded before they are used, so that rounding them costs nothing.
+    A slab is ``[K / i, SLAB, i]``: ``i`` adjacent numbers of one output are as many as an instruction takes (float32 1,
+    bfloat16 2, int8 4). N is padded to whole slabs and K to whole groups, with zeros. int8 comes as bytes, with 128
+    added: for every ``GROUP`` numbers along K first the outputs' scales in bfloat16, then the numbers.
     """
     n, k = weight.shape
     wide = F.pad(weight.float(), (0, -k % GROUP, 0, -n % SLAB))
@@ -215,16 +213,16 @@ def pack(weight: Tensor, kind: Weights) -> Tensor:
     groups = wide.view(len(wide), -1, GROUP)
     most = groups.abs().amax(-1)  # [N, K / GROUP]
     scales = (most / 127).bfloat16()
-    # Rounded down, a scale would cut the largest weight off: take the next number up.
+    # A scale that was rounded down would clip the largest weight: take the next bfloat16 up.
     scales = (scales.view(torch.int16) + (scales.float() * 127 < most)).view(torch.bfloat16)
-    whole = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
-    numbers = _in_slabs((whole + 128).to(torch.uint8).flatten(1), 4).view(len(wide) // SLAB, -1, SLAB * GROUP)
+    codes = (groups / scales.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-127, 127)
+    numbers = _in_slabs((codes + 128).to(torch.uint8).flatten(1), 4).view(len(wide) // SLAB, -1, SLAB * GROUP)
     return torch.cat([_in_slabs(scales, 1).view(torch.uint8).flatten(2), numbers], dim=2)
 
 
-def _in_slabs(wide: Tensor, side_by_side: int) -> Tensor:
+def _in_slabs(wide: Tensor, adjacent: int) -> Tensor:
     n, k = wide.shape
-    return wide.view(n // SLAB, SLAB, k // side_by_side, side_by_side).transpose(1, 2).contiguous()
+    return wide.view(n // SLAB, SLAB, k // adjacent, adjacent).transpose(1, 2).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -232,9 +230,9 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _linears(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weights and biases in the kernel's order.
+    """Weights and biases in the kernel's order: of each layer q k v fused, out, up, down; then the head.
 
-    Of each layer q k v in one, out, up (of a gated MLP gate and up in turns of 16 rows), down; then the head.
+    A gated MLP's up has gate and up alternating every 16 rows.
     """
     w = dict(model.named_parameters())
     for layer in range(model.config.n_layers):
@@ -242,23 +240,21 @@ def _linears(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
             for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
                 yield w[f"h.{layer}.{name}.weight"], w[f"h.{layer}.{name}.bias"]
             continue
-        of = f"layers.{layer}"
-        yield torch.cat([w[f"{of}.self_attn.{name}_proj.weight"] for name in "qkv"]), None
-        yield w[f"{of}.self_attn.o_proj.weight"], None
-        gate_and_up = [w[f"{of}.mlp.{name}_proj.weight"].view(-1, 16, model.config.d_model) for name in ("gate", "up")]
+        attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        yield torch.cat([w[f"{attention}.{name}_proj.weight"] for name in "qkv"]), None
+        yield w[f"{attention}.o_proj.weight"], None
+        gate_and_up = [w[f"{mlp}.{name}_proj.weight"].view(-1, 16, model.config.d_model) for name in ("gate", "up")]
         yield torch.stack(gate_and_up, dim=1).flatten(0, 2), None
-        yield w[f"{of}.mlp.down_proj.weight"], None
+        yield w[f"{mlp}.down_proj.weight"], None
     tied = "wte.weight" if isinstance(model, GPT2) else "embed_tokens.weight"
     yield w.get("lm_head.weight", w[tied]), None
 
 
 def _norms(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Of each layer attention's and the MLP's, then the last one."""
-    names = ("h.{}.ln_1", "h.{}.ln_2") if isinstance(model, GPT2) else LLAMA_NORMS
+    """Weights and biases of each layer's attention norm and MLP norm, then of the last norm."""
+    llama = ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm")
+    names = ("h.{}.ln_1", "h.{}.ln_2") if isinstance(model, GPT2) else llama
     w = dict(model.named_parameters())
     paths = [name.format(layer) for layer in range(model.config.n_layers) for name in names]
     for path in [*paths, "ln_f" if isinstance(model, GPT2) else "norm"]:
         yield w[f"{path}.weight"], w.get(f"{path}.bias")
-
-
-LLAMA_NORMS = ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm")

@@ -1,56 +1,47 @@
-"""CUDA graphs: the hundreds of kernels of a decode step, launched as one.
+"""CUDA graphs: the hundreds of kernels of a decode step in one launch.
 
-A step of one token a row keeps a GPU so short a time that Python and the launches take longer than the work. A
-graph is recorded once for each size of step and replayed from then on. Sizes are rounded up, so that there are few.
+In a step of one token a row, Python and the launches take longer than the GPU's work. A graph repeats kernels with the
+arguments they were recorded with, so what differs from step to step is read from one tensor, filled by a single copy.
+Rows and blocks are padded to powers of two, and each size is recorded once.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.cache.ragged import RaggedFlash
 from nanoinfer.errors import DeviceError
+from nanoinfer.log import say
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.optimize.options import check_dense
-from nanoinfer.optimize.static_step import StaticStep
 
 Work = Callable[[], None]
-FEWEST_TOKENS = 64  # of a row, in the smallest graph: below it attention takes no time anyway
-WARM_UPS = 3  # as many as in PyTorch's own examples: libraries choose their kernels and take their workspaces
-
-
-class Recorder(Protocol):
-    """Makes work repeatable."""
-
-    def record(self, work: Work) -> Work:
-        """What does the work again, over whatever is in the same memory then. The work may be done meanwhile."""
-
-
-class Eager:
-    """No recording: the same function over the same memory, called anew. For machines without CUDA."""
-
-    def record(self, work: Work) -> Work:
-        """The work itself."""
-        return work
+#: Gives a function that repeats the work over the current contents of the same memory; may do the work meanwhile.
+Recorder = Callable[[Work], Work]
+FEWEST_TOKENS = 64  # of a row, in the smallest graph: attention over fewer takes no measurable time
+WARM_UPS = 3  # as in PyTorch's examples: libraries choose kernels and allocate workspaces
 
 
 class CudaRecorder:
-    """CUDA graphs on one device. They share a pool of memory: no two run at once, and none leaves anything in it."""
+    """A :data:`Recorder` of CUDA graphs on one device; they share a memory pool: no two run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
-    def record(self, work: Work) -> Work:
-        """Warm up on a side stream, then capture there. Other threads may go on using the device."""
+    def __call__(self, work: Work) -> Work:
+        """Warm up on a side stream, then capture there. Other threads may use the device meanwhile."""
         with torch.cuda.device(self.device):
             here = torch.cuda.current_stream()
             self.stream.wait_stream(here)
@@ -59,7 +50,7 @@ class CudaRecorder:
                     work()
             here.wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
-            alive = next(iter(self._graphs), None)  # a pool dies with the last of its graphs
+            alive = next(iter(self._graphs), None)  # the pool is freed with the last of its graphs
             pool = None if alive is None else alive.pool()
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
                 work()
@@ -67,15 +58,102 @@ class CudaRecorder:
         return graph.replay
 
 
-class DecodeGraphs:
-    """The decode steps of one model, each size recorded when it first comes.
+class StaticStep:
+    """One new token of each row, with shapes and addresses that never change; a ``KVCache`` of ``[1, R]`` tokens.
 
-    A graph knows addresses and nothing else. When the cache or the weights are found elsewhere, all are recorded anew.
+    Blocks are gathered before attention: PyTorch's flash attention reads blocks in place only if they have 256 tokens.
 
     Args:
-        model: it must stay alive; its parameters and buffers may move, but not be replaced.
-        most_rows: in a step at most.
-        scratch: a block of the cache that no sequence ever holds, for rows of padding.
+        cache: whose blocks are read and written.
+        n_rows: R; missing rows are padding.
+        n_blocks: M, blocks of a row at most; missing ones are padding and masked.
+        scratch: the block that padding rows read and write; no sequence holds it.
+    """
+
+    def __init__(self, cache: PagedCache, n_rows: int, n_blocks: int, scratch: int) -> None:
+        self.cache, self.n_rows, self.n_blocks, self.scratch = cache, n_rows, n_blocks, scratch
+        self.n_visible = n_blocks * cache.block_size  # S
+        device, dtype = cache.k.device, cache.k.dtype
+        self.inputs = torch.zeros(n_rows * (3 + n_blocks), dtype=torch.int64, device=device)
+        ids, positions, self.slots, self.blocks = torch.split(self.inputs, [n_rows, n_rows, n_rows, n_rows * n_blocks])
+        self.ids, self.positions = ids[None], positions[None]  # [1, R]
+        # Derived from the positions on the device, at the beginning of every step.
+        self.lengths = torch.ones(n_rows, dtype=torch.int32, device=device)
+        self.mask = torch.zeros(n_rows, 1, 1, self.n_visible, dtype=dtype, device=device)
+        # Constants.
+        self.indices = torch.arange(self.n_visible, device=device)
+        self.ends_q = torch.arange(n_rows + 1, dtype=torch.int32, device=device)
+        self.ends_k = self.ends_q * self.n_visible
+        self.is_flash = RaggedFlash.fits(cache.k)
+
+    def fill(self, rows: Sequence[NewTokens], ids: Sequence[int]) -> None:
+        """Copy a step's numbers to where the recorded kernels read them: at most R rows of one new token each."""
+        assert 0 < len(rows) == len(ids) <= self.n_rows and all(row.n == 1 for row in rows)
+        size, padding = self.cache.block_size, self.n_rows - len(rows)
+        zeros = [0] * padding
+        positions = [row.table.length for row in rows]
+        slots = [row.table.blocks[at // size] * size + at % size for row, at in zip(rows, positions, strict=True)]
+        numbers = array("q", [*ids, *zeros, *positions, *zeros, *slots, *[self.scratch * size] * padding])
+        for row in rows:
+            # Padded with the row's own first block: a mask does not hide NaN, which other blocks may hold.
+            blocks = row.table.blocks[: -(-row.end // size)]
+            numbers.fromlist(blocks + blocks[:1] * (self.n_blocks - len(blocks)))
+        numbers.fromlist([self.scratch] * (padding * self.n_blocks))
+        source = torch.frombuffer(numbers, dtype=torch.int64)
+        # Newly pinned memory for each copy: PyTorch reuses it once the copy is done, and the host does not wait.
+        self.inputs.copy_(source.pin_memory() if self.inputs.is_cuda else source, non_blocking=True)
+
+    def begin(self) -> None:
+        """The step's first work on the device, recorded before the model's."""
+        self.lengths.copy_(self.positions[0] + 1)
+        if not self.is_flash:
+            hidden = self.indices >= self.lengths[:, None]
+            self.mask.zero_().masked_fill_(hidden[:, None, None], -math.inf)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Write ``k`` and ``v`` into the blocks, then let each row attend to its own text; shapes as in ``KVCache``."""
+        assert mask is None, "the rows of a decode step need no mask"
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [R, n, d_h]
+        n_kv, d_head = k.shape[1:]
+        gathered = []
+        for store, new in ((self.cache.k[layer], k), (self.cache.v[layer], v)):
+            store.flatten(0, 1).index_copy_(0, self.slots, new)
+            gathered.append(store.index_select(0, self.blocks).view(self.n_rows, self.n_visible, n_kv, d_head))
+        return (self._flash if self.is_flash else self._sdpa)(q, *gathered).flatten(1)[None]
+
+    def advance(self, n_tokens: int) -> None:
+        """Nothing to do: the tables know their lengths."""
+
+    def _sdpa(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """``[R, n_q, d_h]`` over ``[R, S, n_kv, d_h]``; the queries that share a KV head stand on the time axis."""
+        grouped = q.reshape(self.n_rows, keys.shape[2], -1, q.shape[2])  # [R, n_kv, group, d_h]
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask).flatten(1, 2)
+
+    def _flash(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The same on CUDA in 16 bits; not causal, since a row's only query sees all of its text."""
+        return varlen_attn(  # type: ignore[return-value]  # a pair only on request
+            q.contiguous(),
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            self.ends_q,
+            self.ends_k,
+            1,
+            self.n_visible,
+            enable_gqa=q.shape[1] != keys.shape[2],
+            seqused_k=self.lengths,
+        )
+
+
+class DecodeGraphs:
+    """The decode steps of one model, each size recorded on its first use.
+
+    If the cache or the weights have moved, all are recorded again: a graph holds their addresses.
+
+    Args:
+        model: must stay alive; its parameters and buffers may move, but not be replaced.
+        most_rows: of a step.
+        scratch: a block of the cache that no sequence ever holds, for padding rows.
         recorder: None for CUDA graphs.
 
     Raises:
@@ -89,8 +167,8 @@ class DecodeGraphs:
         if recorder is None and device.type != "cuda":
             raise DeviceError(f"CUDA graphs need a CUDA device, and the model is on {device}: do without graphs")
         self.model, self.most_rows, self.scratch = model, most_rows, scratch
-        self.recorder = CudaRecorder(device) if recorder is None else recorder
-        # Outside of the graphs' pool: the next replay may overwrite whatever is in there.
+        self.recorder: Recorder = CudaRecorder(device) if recorder is None else recorder
+        # Not in the graphs' pool, which the next replay may overwrite.
         self._logits = torch.empty(most_rows, model.config.vocab_size, device=device)
         self._recorded: dict[tuple[int, int], tuple[StaticStep, Work]] = {}
         self._addresses: list[int] = []
@@ -100,7 +178,7 @@ class DecodeGraphs:
         """Run one step: write each row's newest token into its blocks, and return its logits ``[R, V]`` fp32.
 
         Args:
-            cache: on the model's device; blocks are taken and ready.
+            cache: on the model's device, with the blocks prepared.
             rows: of one new token each, ``most_rows`` at most.
             ids: their tokens.
         """
@@ -112,7 +190,7 @@ class DecodeGraphs:
         size = self._size(cache, rows)
         step, replay = self._recorded.get(size) or (StaticStep(cache, *size, self.scratch), None)
         step.fill(rows, ids)
-        if replay is None:  # filled by now: recording computes too, and writes what the replay will write again
+        if replay is None:  # after fill: recording computes too, and writes what the replay will write again
             replay = self._record(step)
             self._recorded[size] = step, replay
         replay()
@@ -135,14 +213,10 @@ class DecodeGraphs:
             logits.copy_(model.head(model.hidden(step.ids, step.positions, step)[0]))
 
         rows = f"{step.n_rows} row{'s' if step.n_rows > 1 else ''}"
-        print(
-            f"nanoinfer: recording a decode step of {rows}, up to {step.n_visible} tokens each",
-            file=sys.stderr,
-            flush=True,
-        )
-        return self.recorder.record(work)
+        say(f"nanoinfer: recording a decode step of {rows}, up to {step.n_visible} tokens each")
+        return self.recorder(work)
 
 
 def _power(n: int) -> int:
-    """The first power of two that is not smaller."""
+    """The least power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()

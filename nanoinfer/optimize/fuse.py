@@ -1,4 +1,4 @@
-"""Products over the same input become one: the input is read once, and a small product grows to a worthwhile size."""
+"""Fuse products over the same input: it is read once, and one larger product uses the hardware better than several."""
 
 from __future__ import annotations
 
@@ -24,16 +24,11 @@ class FusedAttention(Attention):
         self.o_proj = plain.o_proj
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """As :meth:`nanoinfer.models.llama.Attention.forward`."""
-        q, k, v = self.split(self.qkv_proj(x), rope)
+        """``[B, T, d]`` to ``[B, T, d]``."""
+        qk, v = torch.split(self.heads(self.qkv_proj(x)), [self.n_q + self.n_kv, self.n_kv], dim=1)  # [B, n, T, d_h]
+        q, k = torch.split(rotate(qk, *rope), [self.n_q, self.n_kv], dim=1)
         out = attend(q, k, v, mask) if cache is None else cache.attend(self.layer, q, k, v, mask)
         return self.o_proj(out)  # type: ignore[no-any-return]
-
-    def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Product ``[B, T, (n_q + 2 n_kv) d_h]`` to q ``[B, n_q, T, d_h]``, k and v ``[B, n_kv, T, d_h]``."""
-        turned, v = torch.split(self.heads(qkv), [self.n_q + self.n_kv, self.n_kv], dim=1)
-        q, k = torch.split(rotate(turned, *rope), [self.n_q, self.n_kv], dim=1)
-        return q, k, v
 
 
 class FusedMLP(MLP):
@@ -45,16 +40,15 @@ class FusedMLP(MLP):
         self.down_proj = plain.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """As :meth:`nanoinfer.models.llama.MLP.forward`."""
+        """``[..., d]`` to ``[..., d]``."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def fuse(model: GPT2 | Llama) -> None:
-    """Join projections of the same input, in place: q, k and v; gate and up. GPT-2 has nothing to join.
+    """Fuse q, k and v, and gate and up, in place; GPT-2's are fused already.
 
-    Args:
-        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Joined weights are new memory, plain ``nn.Linear``.
+    ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`. Fused weights are copies, in plain ``nn.Linear``.
     """
     if isinstance(model, GPT2):
         return
@@ -62,12 +56,12 @@ def fuse(model: GPT2 | Llama) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, Attention):
                 setattr(parent, name, FusedAttention(child))
-            elif isinstance(child, MLP):  # an expert is one too
+            elif isinstance(child, MLP):  # experts too
                 setattr(parent, name, FusedMLP(child))
 
 
 def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """One projection whose outputs are those of ``parts`` one behind the other."""
+    """One projection with the concatenated outputs of ``parts``."""
     weight = torch.cat([part.weight for part in parts])
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

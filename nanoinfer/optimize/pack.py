@@ -1,4 +1,4 @@
-"""Weights in the layout that oneDNN's products read: put in order once, and not at every product."""
+"""Weights in the layout of oneDNN's products: reordered once, not at every product."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nanoinfer.errors import DeviceError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 
-#: Rows that the layout is made for. From 8 to 512 it is nearly the same, and good for any number of rows; made for 1,
-#: products of several rows take up to 1.7 times as long.
+#: Rows that the layout is made for. Layouts for 8 to 512 rows are nearly the same and good for any number; in the one
+#: for 1 row, products of several rows take up to 1.7 times as long.
 ROWS = 32
 
-# A compiler cannot look into a packed weight. To it, a product with one is an operator of which it knows the shape.
+# torch.compile cannot trace into a packed weight: it sees an operator and the shape of its result.
 torch.library.define("nanoinfer::packed_linear", "(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
 
 
@@ -22,11 +22,9 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _shape_of_packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-torch.library.register_fake("nanoinfer::packed_linear", _shape_of_packed_linear)
+torch.library.register_fake(
+    "nanoinfer::packed_linear", lambda x, packed, bias: x.new_empty(*x.shape[:-1], packed.shape[0])
+)
 
 
 class PackedLinear(nn.Module):
@@ -34,7 +32,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        # No buffer: what walks over those cannot read it.
+        # Not a buffer: code that walks over buffers cannot read this layout.
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
         self.bias = bias
 
@@ -43,7 +41,7 @@ class PackedLinear(nn.Module):
         return torch.ops.nanoinfer.packed_linear(x, self.packed, self.bias)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """Sizes, as ``nn.Linear`` tells its own."""
+        """Sizes, in the form of ``nn.Linear``."""
         n, k = self.packed.shape
         return f"in_features={k}, out_features={n}, bias={self.bias is not None}"
 
@@ -51,12 +49,10 @@ class PackedLinear(nn.Module):
 def pack(model: GPT2 | Llama) -> None:
     """Replace every ``nn.Linear`` and the head by a :class:`PackedLinear`, in place.
 
-    Args:
-        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Packed weights are new memory, a tied head's too.
+    ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`. Packed weights are copies, a tied head's too.
 
     Raises:
-        DeviceError: another device than the CPU, another dtype than float32 or bfloat16, a PyTorch without oneDNN,
-            a processor on which oneDNN has no bfloat16.
+        DeviceError: a device or dtype that oneDNN does not pack for, or no oneDNN.
     """
     tied = model.wte.weight if isinstance(model, GPT2) else model.embed_tokens.weight
     if tied.device.type != "cpu" or tied.dtype not in (torch.float32, torch.bfloat16):

@@ -1,12 +1,13 @@
-"""Weights of eight or four bits: a step that reads less is sooner done.
+"""Quantised layers, in the formats of :mod:`nanoinfer.optimize.formats`: a step reads fewer bytes of weights.
 
-The products of the layers change, the head and the embeddings do not. What goes into a product stays as it is, but for
-fp8, which is quick because both sides are narrow.
+Head and embeddings keep their dtype, and so do the inputs of products, except in fp8, whose products take fp8 on both
+sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.optimize.calibrated import Calibration, fit_int4_groups, fit_int8_rows, layer_linears
 from nanoinfer.optimize.formats import (
+    fit_int4_groups,
+    fit_int8_rows,
     from_int4_groups,
     from_int8_rows,
     from_nibbles,
@@ -27,17 +29,21 @@ from nanoinfer.optimize.formats import (
 )
 from nanoinfer.optimize.options import Quantised, check_dense
 
-GROUPS = (32, 64, 128, 256)  # numbers that share a step in int4, as its operator has them
-GROUP = 32  # with step and middle 5 bits a weight
-FEW_ROWS = 8  # up to here the int8 operator is the quicker way
-OUTPUTS, FP8_SIZES = 16, 16  # what the int4 and the fp8 operator count in
+#: The mean square of each input channel ``[K]``, by the name of the ``nn.Linear`` it goes into.
+Calibration = Mapping[str, Tensor]
+
+GROUPS = (32, 64, 128, 256)  # int4 group sizes of PyTorch's operator
+GROUP = 32  # 5 bits a weight, step and middle included
+FEW_ROWS = 8  # up to here the int8 operator is faster
+OUTPUTS, FP8_SIZES = 16, 16  # sizes of the int4 and fp8 operators are multiples of these
+WINDOW = 512  # tokens of a calibration text that see each other
 
 
 def _int8_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
-    # Measured at the shapes of smollm2-135m, 1 to 512 rows. oneDNN's int8 products, quick at any number of rows, want
+    # Measured at the shapes of smollm2-135m, 1 to 512 rows. oneDNN's int8 products, fast at any number of rows, want
     # int8 inputs too, and a scale a row of those costs ten times what it costs in weights: KL 0.026, not 0.003. With
-    # inputs in two bytes that is mended, and the gain gone. PyTorch's operator for int8 weights alone is the quickest
-    # at few rows of bfloat16 (at many, and in float32, the slowest by far), and reads on past odd sizes.
+    # inputs in two bytes the error is gone, and so is the gain. PyTorch's operator for int8 weights alone is the
+    # fastest at few rows of bfloat16 (at many, and in float32, the slowest by far), and reads past odd sizes.
     rows = x.reshape(-1, x.shape[-1])
     if x.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and x.shape[-1] % 32 == 0:
         out: Tensor = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), whole, scales)
@@ -47,26 +53,20 @@ def _int8_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
 
 
 def _int4_linear(x: Tensor, packed: Tensor, grid: Tensor, group: int) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()  # the operator has no quick float32
+    rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()  # the operator is slow in float32
     out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, grid)
     return out.view(*x.shape[:-1], -1).to(x.dtype)
 
 
-def _shape_of_int8(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(whole))
-
-
-def _shape_of_int4(x: Tensor, packed: Tensor, grid: Tensor, group: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], grid.shape[1])
-
-
-# To a compiler each is one operator with a shape: layouts stay shut, and which rows are few is decided at each call.
+# To torch.compile each is one operator with a shape: it does not trace the layout, nor the choice by number of rows.
 torch.library.define("nanoinfer::int8_linear", "(Tensor x, Tensor whole, Tensor scales) -> Tensor")
 torch.library.define("nanoinfer::int4_linear", "(Tensor x, Tensor packed, Tensor grid, int group) -> Tensor")
 torch.library.impl("nanoinfer::int8_linear", "CPU", _int8_linear)
 torch.library.impl("nanoinfer::int4_linear", "CPU", _int4_linear)
-torch.library.register_fake("nanoinfer::int8_linear", _shape_of_int8)
-torch.library.register_fake("nanoinfer::int4_linear", _shape_of_int4)
+torch.library.register_fake("nanoinfer::int8_linear", lambda x, whole, scales: x.new_empty(*x.shape[:-1], len(whole)))
+torch.library.register_fake(
+    "nanoinfer::int4_linear", lambda x, packed, grid, group: x.new_empty(*x.shape[:-1], grid.shape[1])
+)
 
 
 class QuantisedLinear(nn.Module):
@@ -80,28 +80,26 @@ class QuantisedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of weights with their scales and padding."""
-        return sum(kept.nbytes for kept in self.buffers())
+        return sum(buffer.nbytes for buffer in self.buffers())
 
     def extra_repr(self) -> str:
         """Shape and size."""
         return f"{self.n_in}, {self.n_out}, {self.nbytes} bytes"
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``."""
+        """``[..., K]`` to ``[..., N]``, bias included."""
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
     def product(self, x: Tensor) -> Tensor:
-        """Without the bias."""
+        """``[..., K]`` to ``[..., N]``, without the bias."""
         raise NotImplementedError
 
 
 class Int8Linear(QuantisedLinear):
-    """A scale a row, in bfloat16 where the weight is. On a GPU the weight is widened for each product.
+    """int8 with a scale a row, in bfloat16 if the weight is. On a GPU the weight is dequantised for each product.
 
-    Args:
-        linear: whose weight.
-        energy: ``[K]``, to calibrate by; None for plain rounding.
+    With ``energy`` ``[K]`` scales are activation-aware, else from plain rounding.
     """
 
     whole: Tensor
@@ -116,20 +114,15 @@ class Int8Linear(QuantisedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N]``."""
-        if x.device.type == "cpu" and x.dtype != torch.float16:  # which sums of 127 times the input can overflow
+        if x.device.type == "cpu" and x.dtype != torch.float16:  # sums of 127 times the input can overflow float16
             return torch.ops.nanoinfer.int8_linear(x, self.whole, self.scales)  # type: ignore[no-any-return]
         return F.linear(x, from_int8_rows(self.whole, self.scales).to(x.dtype))
 
 
 class Int4Linear(QuantisedLinear):
-    """Groups of a row share a step and a middle; two codes a byte. Products are in bfloat16 on a CPU.
+    """int4 in groups of ``GROUPS`` numbers of a row, padded with zeros to whole groups; two codes a byte.
 
-    On a GPU the weight is widened for each product.
-
-    Args:
-        linear: whose weight; its rows are filled up with zeros to whole groups.
-        group: one of ``GROUPS``.
-        energy: ``[K]``, to calibrate by; None for plain rounding.
+    Products are in bfloat16 on a CPU; on a GPU the weight is dequantised for each. ``energy`` as in int8.
     """
 
     packed: Tensor
@@ -137,12 +130,12 @@ class Int4Linear(QuantisedLinear):
 
     def __init__(self, linear: nn.Linear, group: int, energy: Tensor | None = None) -> None:
         super().__init__(linear)
-        self.group, self.wider = group, -self.n_in % group
-        weight = F.pad(linear.weight.float(), (0, self.wider, 0, -self.n_out % OUTPUTS))
+        self.group, self.padding = group, -self.n_in % group
+        weight = F.pad(linear.weight.float(), (0, self.padding, 0, -self.n_out % OUTPUTS))
         if energy is None:
             codes, steps, middles = to_int4_groups(weight, group)
         else:
-            codes, steps, middles = fit_int4_groups(weight, F.pad(energy, (0, self.wider)), group)
+            codes, steps, middles = fit_int4_groups(weight, F.pad(energy, (0, self.padding)), group)
         if weight.device.type == "cpu":
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         else:
@@ -152,23 +145,23 @@ class Int4Linear(QuantisedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N]``."""
-        if self.wider:
-            x = F.pad(x, (0, self.wider))
+        if self.padding:
+            x = F.pad(x, (0, self.padding))
         if x.device.type == "cpu":
             out: Tensor = torch.ops.nanoinfer.int4_linear(x, self.packed, self.grid, self.group)
         else:
-            out = F.linear(x, widened(self.packed, self.grid).to(x.dtype))
+            out = F.linear(x, dequantise_int4(self.packed, self.grid).to(x.dtype))
         return out[..., : self.n_out]
 
 
-def widened(nibbles: Tensor, grid: Tensor) -> Tensor:
-    """``[N, K]`` float32 out of codes ``[N, K / 2]``, two a byte, and their groups' steps and middles ``[G, N, 2]``."""
+def dequantise_int4(nibbles: Tensor, grid: Tensor) -> Tensor:
+    """``[N, K]`` float32 from codes ``[N, K / 2]``, two a byte, and the groups' steps and middles ``[G, N, 2]``."""
     steps, middles = grid.transpose(0, 1).unbind(-1)
     return from_int4_groups(from_nibbles(nibbles), steps, middles)
 
 
 class Fp8Linear(QuantisedLinear):
-    """Weights and inputs in e4m3, a scale a row of either; the product comes out in bfloat16."""
+    """Weights and inputs in e4m3 with a scale a row; the product comes out in bfloat16."""
 
     narrow: Tensor
     scales: Tensor
@@ -188,20 +181,59 @@ class Fp8Linear(QuantisedLinear):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
 
+def layer_linears(model: GPT2 | Llama) -> Iterator[tuple[str, nn.Linear]]:
+    """Every ``nn.Linear`` of the layers, with its name in the model; the head is not among them."""
+    layers = "h" if isinstance(model, GPT2) else "layers"
+    for name, module in model.get_submodule(layers).named_modules(prefix=layers):
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+@torch.no_grad()
+def channel_energy(model: GPT2 | Llama, ids: Sequence[int]) -> dict[str, Tensor]:
+    """Calibrate: the mean square of each input channel of the layers' products, ``[K]`` float32, by name.
+
+    Args:
+        model: the copy that is to be quantised, with the module names it has by then.
+        ids: the text, read in windows of ``WINDOW`` tokens; some hundreds are enough.
+
+    Raises:
+        RequestError: no ids.
+    """
+    if not ids:
+        raise RequestError("calibration needs a text: give at least one token id")
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        del module
+        sums[name] = sums.get(name, 0) + args[0].float().square().flatten(0, -2).sum(0)
+
+    hooks = [module.register_forward_pre_hook(partial(add, name)) for name, module in layer_linears(model)]
+    device, width = next(model.parameters()).device, min(WINDOW, model.config.context)
+    try:
+        for start in range(0, len(ids), width):
+            window = torch.tensor([ids[start : start + width]], device=device)
+            model.hidden(window, torch.arange(window.shape[1], device=device)[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: total / len(ids) for name, total in sums.items()}
+
+
 @torch.no_grad()
 def quantise(
     model: GPT2 | Llama, weights: Quantised, calibration: Calibration | None = None, group: int = GROUP
 ) -> None:
-    """Replace every ``nn.Linear`` of the layers of a twin, in place, by one of fewer bits.
+    """Replace every ``nn.Linear`` of the layers, in place, by a :class:`QuantisedLinear`.
 
     Args:
-        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Quantised weights are new memory.
-        weights: what they become.
-        calibration: for int8 and int4, from :func:`nanoinfer.optimize.calibrated.channel_energy` of this very twin.
-        group: of int4, numbers that share a step, one of ``GROUPS``.
+        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Quantised weights are copies.
+        weights: the format.
+        calibration: of this model for int8 and int4, from :func:`channel_energy`; None for plain rounding.
+        group: size of int4's groups, one of ``GROUPS``.
 
     Raises:
-        DeviceError: fp8 where there are no such products, or for sizes that they do not take; a model with experts.
+        DeviceError: fp8 on a device without such products or for sizes that they do not take; a model with experts.
         RequestError: a calibration for fp8 or of another model; a group that int4 does not have.
     """
     check_dense(model.config, "quantising")
@@ -211,7 +243,7 @@ def quantise(
     if calibration is not None:
         _check_calibration(calibration, weights, linears)
     if weights == "fp8":
-        _check_fp8(next(model.parameters()).device, linears)
+        check_fp8(next(model.parameters()).device, linears)
     energies = calibration or {}
     for name, linear in linears.items():
         quantised: QuantisedLinear
@@ -226,7 +258,7 @@ def quantise(
 
 
 def bits_per_weight(model: GPT2 | Llama) -> float:
-    """Bits that a weight of the layers' products takes on average, scales and padding included; biases are left out."""
+    """Mean bits of a weight of the layers' products, scales and padding included, biases not."""
     layers = model.h if isinstance(model, GPT2) else model.layers
     bits = numbers = 0.0
     for module in layers.modules():
@@ -239,7 +271,8 @@ def bits_per_weight(model: GPT2 | Llama) -> float:
     return bits / numbers
 
 
-def _check_fp8(device: torch.device, linears: Mapping[str, nn.Linear]) -> None:
+def check_fp8(device: torch.device, linears: Mapping[str, nn.Linear]) -> None:
+    """Raise :class:`DeviceError` unless the device has fp8 products and takes the sizes of these linears."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         here = device if device.type != "cuda" else torch.cuda.get_device_name(device)
         raise DeviceError(
@@ -259,5 +292,5 @@ def _check_calibration(calibration: Calibration, weights: Quantised, linears: Ma
     for name, linear in linears.items():
         if name not in calibration or calibration[name].shape != (linear.in_features,):
             raise RequestError(
-                f"the calibration has no {linear.in_features} energies for {name}: take it of the very twin to quantise"
+                f"the calibration has no {linear.in_features} energies for {name}: calibrate the copy that is quantised"
             )

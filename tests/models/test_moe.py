@@ -27,7 +27,7 @@ from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.reference import hf_config, to_transformers
 from nanoinfer.models.registry import load_model
 from nanoinfer.optimize.apply import share_weights
-from nanoinfer.optimize.compiled import compile_layers
+from nanoinfer.optimize.compile import compile_layers
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs
 from nanoinfer.optimize.options import Optimizations

@@ -26,8 +26,8 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize import static_step
-from nanoinfer.optimize.cuda_graphs import DecodeGraphs, Eager, Recorder, Work
+from nanoinfer.optimize import cuda_graphs
+from nanoinfer.optimize.cuda_graphs import DecodeGraphs, Recorder, Work
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import checked_after_each_step, tiny
 
@@ -44,7 +44,7 @@ MOST_ROWS = 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-# --- a CUDA graph's like -----------------------------------------------------------------
+# --- a stand-in for CUDA graphs -----------------------------------------------------------------
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,12 +84,17 @@ class Taping:
     def __init__(self) -> None:
         self.count = 0
 
-    def record(self, work: Work) -> Work:
+    def __call__(self, work: Work) -> Work:
         self.count += 1
         work()
         with (tape := Tape()):
             work()
         return tape.replay
+
+
+def eager(work: Work) -> Work:
+    """Records nothing: the work itself is called again."""
+    return work
 
 
 def test_a_tape_keeps_numbers_and_refuses_to_wait() -> None:
@@ -146,16 +151,16 @@ def recordings(err: str) -> list[tuple[int, int]]:
     return [(int(rows), int(tokens)) for rows, tokens in said]
 
 
-@pytest.mark.parametrize(("recorder", "is_tight"), [(Eager, True), (Taping, False)], ids=["tight", "room"])
+@pytest.mark.parametrize(("recorder", "is_tight"), [(eager, True), (Taping(), False)], ids=["tight", "room"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens_as_without(
-    name: str, recorder: type[Recorder], is_tight: bool, capsys: pytest.CaptureFixture[str]
+    name: str, recorder: Recorder, is_tight: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_model(name)
     context = loaded.model.config.context
     cache_tokens = context + 16 if is_tight else MOST_ROWS * context
     plain, engine = (engine_of(loaded, cache_tokens=cache_tokens) for _ in range(2))
-    checked_after_each_step(with_graphs(engine, recorder()), poison="free")
+    checked_after_each_step(with_graphs(engine, recorder), poison="free")
     prompts, params = work_for(engine)
     expected = [c.token_ids for c in plain.generate(prompts, params)]
     assert [c.token_ids for c in engine.generate(prompts, params)] == expected
@@ -271,7 +276,7 @@ def test_a_step_writes_its_own_slots_and_reads_its_own_text(name: str) -> None:
 
 def test_each_size_is_recorded_once_and_there_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(SHAPES["llama"], range(1, 12))
-    step = bench.graphs(Eager())
+    step = bench.graphs(eager)
     for length in range(96):  # no matter what is in the blocks
         for n in range(1, MOST_ROWS + 1):
             cache, rows, ids = bench.rows(range(n))
@@ -319,7 +324,7 @@ def test_in_every_dtype(name: str, dtype: torch.dtype, most: float, device: str)
     exact.model = copy.deepcopy(bench.model).float()
     exact.cache.k.copy_(bench.cache.k)
     exact.cache.v.copy_(bench.cache.v)
-    step = bench.graphs(Eager() if device == "cpu" else None)
+    step = bench.graphs(eager if device == "cpu" else None)
     for which in STEPS:
         ours, right = step(*bench.rows(which)), exact.by_model(which)
         assert (ours - right).norm() / right.norm() < most
@@ -347,8 +352,8 @@ def varlen_by_hand(
 def test_flash_attention_is_given_each_rows_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(SHAPES[name])
     monkeypatch.setattr(RaggedFlash, "fits", lambda store: True)
-    monkeypatch.setattr(static_step, "varlen_attn", varlen_by_hand)
-    step = bench.graphs(Eager())
+    monkeypatch.setattr(cuda_graphs, "varlen_attn", varlen_by_hand)
+    step = bench.graphs(eager)
     ours = [step(*bench.rows(which)) for which in STEPS]
     monkeypatch.undo()
     for mine, which in zip(ours, STEPS, strict=True):

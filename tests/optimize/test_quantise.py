@@ -1,4 +1,4 @@
-"""A quantised twin computes what its rounded weights say, and nothing else changes."""
+"""A quantised copy computes what its rounded weights say, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import build
 from nanoinfer.models.registry import load_model
-from nanoinfer.optimize import quantise as module
 from nanoinfer.optimize.apply import share_weights
-from nanoinfer.optimize.calibrated import channel_energy, fit_int4_groups, fit_int8_rows, layer_linears
 from nanoinfer.optimize.formats import (
+    fit_int4_groups,
+    fit_int8_rows,
     from_fp8_rows,
     from_int4_groups,
     from_int8_rows,
@@ -38,8 +38,11 @@ from nanoinfer.optimize.quantise import (
     Int8Linear,
     QuantisedLinear,
     bits_per_weight,
+    channel_energy,
+    check_fp8,
+    dequantise_int4,
+    layer_linears,
     quantise,
-    widened,
 )
 from nanoinfer.sampling.params import SamplingParams
 
@@ -262,7 +265,7 @@ def test_a_grid_that_the_weights_lie_on_is_kept() -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("config", [ODD_LLAMA, ODD_GPT2], ids=["llama", "gpt2"])
-def test_a_twin_is_calibrated_and_quantised(config: ModelConfig, fused: bool, weights: Quantised) -> None:
+def test_a_copy_is_calibrated_and_quantised(config: ModelConfig, fused: bool, weights: Quantised) -> None:
     model = odd(config, torch.float32)
     plain, fitted = share_weights(model), share_weights(model)
     if fused:
@@ -282,7 +285,9 @@ def test_a_calibration_of_something_else_is_refused() -> None:
     with pytest.raises(RequestError, match="a calibration is for int8 and int4, not for fp8"):
         quantise(quick, "fp8", energies)
     fuse(quick)
-    with pytest.raises(RequestError, match=r"no 32 energies for layers\.0\.self_attn\.qkv_proj: .*very twin"):
+    with pytest.raises(
+        RequestError, match=r"no 32 energies for layers\.0\.self_attn\.qkv_proj: calibrate the copy that is quantised"
+    ):
         quantise(quick, "int4", energies)
     with pytest.raises(RequestError, match="at least one token"):
         channel_energy(model, [])
@@ -298,7 +303,7 @@ def test_the_widened_weight_is_the_rounded_one() -> None:
     weight = linear(96, 32, torch.float32).weight
     codes, steps, middles = to_int4_groups(weight, 32)
     grid = torch.stack((steps, middles), -1).transpose(0, 1).contiguous()
-    assert torch.equal(widened(to_nibbles(codes), grid), rounded(weight, "int4"))
+    assert torch.equal(dequantise_int4(to_nibbles(codes), grid), rounded(weight, "int4"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -323,11 +328,11 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(DeviceError, match="NVIDIA A100"):
-        module._check_fp8(gpu, dict(layer_linears(quick)))
+        check_fp8(gpu, dict(layer_linears(quick)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    module._check_fp8(gpu, dict(layer_linears(quick)))
+    check_fp8(gpu, dict(layer_linears(quick)))
     with pytest.raises(DeviceError, match=r"h\.0\.attn\.c_attn goes from 72 to 216"):
-        module._check_fp8(gpu, dict(layer_linears(odd(ODD_GPT2, torch.float32))))
+        check_fp8(gpu, dict(layer_linears(odd(ODD_GPT2, torch.float32))))
 
 
 @pytest.mark.gpu

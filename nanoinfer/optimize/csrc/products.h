@@ -1,9 +1,8 @@
-// Products of a few rows of numbers with weights that are read once, from memory.
+// Products of a few rows with weights that are read once, from memory.
 //
-// Weights lie as slabs of 32 outputs, interleaved along K, so that every product is "weights times one broadcast
-// number, added to 32 sums" and no sum ever has to be gathered from the lanes of a register. A thread's slabs lie end
-// to end, those of all products of a step one behind the other: to a thread, a step's weights are one long line of
-// bytes, which is what memory is quickest at. Sums run over K in one order whatever the number of rows.
+// Weights are stored in slabs of 32 outputs, interleaved along K: each instruction adds weights times one broadcast
+// number to 32 sums, and no sum over the lanes of a register is needed. A thread's slabs of all products of a step are
+// contiguous, so it reads memory sequentially. Sums run over K in one order whatever the number of rows.
 #pragma once
 
 #include "team.h"
@@ -18,7 +17,7 @@ int padded(int k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
 enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
-// Rows of numbers that go into a product, in the form that the weights ask for.
+// Inputs of a product, in the format of the weights.
 struct Input {
   Buffer data, scale, offset;  // offset: int8 only, see dot()
   int k = 0, row_bytes = 0;    // padded
@@ -28,7 +27,7 @@ struct Input {
     scale.at_least(size_t(rows) * (k_max / GROUP) * 4);
     offset.at_least(size_t(rows) * (k_max / GROUP) * 4);
   }
-  // x holds `padded` floats, of which those beyond K are 0.
+  // x has `padded` floats, 0 beyond K.
   void put(Kind kind, int row, const float* x, int padded) {
     k = padded, row_bytes = padded * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
     if (kind == FLOAT32) {
@@ -48,29 +47,28 @@ struct Input {
       }
     }
   }
-  // Into the row behind it: what int8 left of x. Changes x.
+  // The rounding error of x in int8, into the next row. Changes x.
   void put_rest(int row, float* x, int padded) {
     for (int i = 0; i < padded; i++) x[i] -= data.as<int8_t>()[size_t(row) * k + i] * scale.as<float>()[(row * k + i) / GROUP];
     put(INT8, row + 1, x, padded);
   }
 };
 
-// Weights of a product: slabs, and of each thread the share that it reads, in the order in which it reads it. A slab
-// is, for every GROUP of numbers along K, its scales (int8) and then lines of weights: each LINE one instruction's
-// worth of numbers (1, 2 or 4) for each of its outputs.
+// Weights of a product, divided among threads. A slab has, for every GROUP of numbers along K, its scales (int8) and
+// then lines of weights: a LINE is the numbers of one instruction (1, 2 or 4) for each of the slab's outputs.
 constexpr int LINE = 4 * SLAB;  // bytes
 constexpr int lines(Kind kind) { return kind == FLOAT32 ? GROUP : kind == BFLOAT16 ? GROUP / 2 : GROUP / 4; }  // a group
 constexpr int scales(Kind kind) { return kind == INT8 ? SLAB * 2 : 0; }                                       // bytes a group
 
 struct Linear {
-  struct Share { int begin, end; char* at; };  // slabs, and where the first of them lies
-  std::vector<Share> shares;                   // of the threads
+  struct Share { int begin, end; char* at; };  // slabs, and the address of the first
+  std::vector<Share> shares;                   // one a thread
   Buffer bias;
   int n = 0, k = 0;  // k padded
   int n_slabs() const { return (n + SLAB - 1) / SLAB; }
   size_t slab_bytes(Kind kind) const { return size_t(k / GROUP) * (lines(kind) * LINE + scales(kind)); }
 
-  // Copies what kernel.py has laid out: slabs, biases (or null).
+  // Copies the slabs and biases (or null) of cpu_kernel.py.
   void take(Kind kind, const char* slabs, const float* b) {
     for (Share& share : shares)
       std::memcpy(share.at, slabs + share.begin * slab_bytes(kind), (share.end - share.begin) * slab_bytes(kind));
@@ -79,26 +77,26 @@ struct Linear {
   }
 };
 
-// Sums of ROWS rows over K for one slab, in one order whatever ROWS is.
+// Sums of ROWS rows over K for one slab, in one order for any ROWS.
 template <Kind KIND, int ROWS>
 void dot(const char* p, const Input& x, int row, F16 (&result)[ROWS][2]) {
-  F16 acc[ROWS][2] = {};  // by its own name, so that it stays in registers: nothing else can point to it
+  F16 acc[ROWS][2] = {};  // local, so that it stays in registers
   const int groups = x.k / GROUP;
   const char* in = x.data.as<char>() + size_t(row) * x.row_bytes;
   for (int g = 0; g < groups; g++) {
     const uint16_t* scale = reinterpret_cast<const uint16_t*>(p);
     I16 whole[ROWS][2];
     if constexpr (KIND == INT8) {
-      // Weights are stored with 128 added, since the instruction takes one side unsigned. sum((w + 128) x) is
-      // 128 sum(x) too large, and that is what the sums of a group begin with, negated.
+      // The instruction takes one unsigned operand, so weights are stored with 128 added: sum((w + 128) x) is
+      // 128 sum(x) too large, and the sums of a group start at the negative of that.
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) whole[r][0] = whole[r][1] = I16{} + x.offset.as<int32_t>()[size_t(row + r) * groups + g];
-      ahead<ROWS>(p);
+      prefetch_ahead<ROWS>(p);
       p += scales(KIND);
     }
     for (int i = 0; i < lines(KIND); i++, p += LINE, in += 4) {
       U16 a = load<U16>(p), b = load<U16>(p + 64);
-      ahead<ROWS>(p), ahead<ROWS>(p + 64);
+      prefetch_ahead<ROWS>(p), prefetch_ahead<ROWS>(p + 64);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         const char* of = in + size_t(r) * x.row_bytes;
@@ -135,7 +133,7 @@ void dot(const char* p, const Input& x, int row, F16 (&result)[ROWS][2]) {
       }
     }
     if constexpr (KIND == INT8) {
-      const F16 low = from_bf16(scale), high = from_bf16(scale + 16);
+      const F16 low = read16(scale), high = read16(scale + 16);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         float v = x.scale.as<float>()[size_t(row + r) * groups + g];
@@ -147,7 +145,7 @@ void dot(const char* p, const Input& x, int row, F16 (&result)[ROWS][2]) {
   std::memcpy(result, acc, sizeof acc);
 }
 
-// As many rows as go into tiles of ROWS, against one slab; the row behind them.
+// As many rows as fill tiles of ROWS, against one slab. Returns the next row.
 template <Kind KIND, int ROWS, class Use>
 int tiles(const char* slab, const float* bias, const Input& x, int row, int rows, Use&& use) {
   for (; rows - row >= ROWS; row += ROWS) {
@@ -158,18 +156,18 @@ int tiles(const char* slab, const float* bias, const Input& x, int row, int rows
   return row;
 }
 
-// All rows against a thread's slabs. A slab stays in the caches while the rows pass by.
+// All rows against a thread's slabs. A slab stays in the caches for all rows.
 template <Kind KIND, class Use>
 void product(const Linear& w, const Input& x, int rows, int thread, Use&& use) {
   const Linear::Share& share = w.shares[thread];
   const char* slab = share.at;
   for (int s = share.begin; s < share.end; s++, slab += w.slab_bytes(KIND)) {
     const float* bias = w.bias.as<float>() + s * SLAB;
-    auto keep = [&](int r, F16 a, F16 b) { use(r, s, a, b); };
-    int row = tiles<KIND, 8>(slab, bias, x, 0, rows, keep);
-    row = tiles<KIND, 4>(slab, bias, x, row, rows, keep);
-    row = tiles<KIND, 2>(slab, bias, x, row, rows, keep);
-    tiles<KIND, 1>(slab, bias, x, row, rows, keep);
+    auto with_slab = [&](int r, F16 a, F16 b) { use(r, s, a, b); };
+    int row = tiles<KIND, 8>(slab, bias, x, 0, rows, with_slab);
+    row = tiles<KIND, 4>(slab, bias, x, row, rows, with_slab);
+    row = tiles<KIND, 2>(slab, bias, x, row, rows, with_slab);
+    tiles<KIND, 1>(slab, bias, x, row, rows, with_slab);
   }
 }
 

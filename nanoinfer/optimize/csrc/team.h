@@ -18,7 +18,7 @@
 
 namespace {
 
-// Aligned, and in huge pages where the system gives them: a weight pass touches every page once.
+// Aligned memory, in huge pages if available: a step touches every page of the weights once.
 class Buffer {
  public:
   void resize(size_t bytes) {
@@ -30,23 +30,22 @@ class Buffer {
     if (align > 64) madvise(p_.get(), whole, MADV_HUGEPAGE);
 #endif
     std::memset(p_.get(), 0, whole);
-    wanted_ = bytes;
+    size_ = bytes;
   }
-  void at_least(size_t bytes) { if (bytes > wanted_) resize(bytes); }
+  void at_least(size_t bytes) { if (bytes > size_) resize(bytes); }
   template <class T> T* as() const { return static_cast<T*>(p_.get()); }
-  size_t wanted() const { return wanted_; }
 
  private:
   struct Free { void operator()(void* p) const { std::free(p); } };
   std::unique_ptr<void, Free> p_;
-  size_t wanted_ = 0;
+  size_t size_ = 0;
 };
 
-// Ask for a line of weights so many bytes before it is read: the processor's own prefetchers stop where a page ends.
-// Into the second-level cache: the first is small, and busy. The more rows, the slower a product reads.
-template <int ROWS> inline void ahead(const char* weights) { __builtin_prefetch(weights + (ROWS < 4 ? 2048 : 8192), 0, 2); }
+// Prefetch weights into the second-level cache: hardware prefetchers stop at the end of a page. The distance in bytes
+// depends on the rows, since a product of many rows reads slowly.
+template <int ROWS> inline void prefetch_ahead(const char* weights) { __builtin_prefetch(weights + (ROWS < 4 ? 2048 : 8192), 0, 2); }
 
-// A team of its own: as many threads as asked for, all there before a step begins, and asleep soon after it.
+// A thread pool of its own: all threads exist before a step begins, and sleep soon after it.
 class Team {
  public:
   explicit Team(int n) : n_(std::max(1, n)) {
@@ -62,7 +61,7 @@ class Team {
     { std::lock_guard<std::mutex> lock(mutex_); job_ = &job; job_number_++; }
     wake_.notify_all();
     job(0);
-    barrier();  // nobody is left behind in the job
+    barrier();  // all threads have left the job
   }
   void barrier() {
     if (n_ == 1) return;
@@ -76,7 +75,7 @@ class Team {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-      if (spins > 4000) std::this_thread::yield();  // somebody else has the core that we wait for
+      if (spins > 4000) std::this_thread::yield();  // another process may have the core of the thread we wait for
     }
   }
 
@@ -84,7 +83,7 @@ class Team {
   void work(int i) {
     for (long seen = 0;;) {
       const std::function<void(int)>* job;
-      // The next step is often near, and to be woken takes as long as a layer: look out for it before falling asleep.
+      // Waking up takes as long as a layer, and the next step often follows at once: spin for 1 ms before sleeping.
       const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(1);
       while (job_number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until)
         std::this_thread::yield();

@@ -1,4 +1,4 @@
-// Sixteen numbers at a time: the vector types of GCC and Clang, and what they lack.
+// Vectors of sixteen numbers: the types of GCC and Clang, and operations that they lack.
 #pragma once
 
 #include <algorithm>
@@ -33,14 +33,13 @@ void to_bf16(const float* from, uint16_t* to, int n) {  // n a multiple of 16
   for (int i = 0; i < n; i++) to[i] = to_bf16(from[i]);
 #endif
 }
-F16 from_bf16(const uint16_t* p) {
+F16 read16(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #else
   return (F16)(__builtin_convertvector(load<H16>(p), U16) << 16);
 #endif
 }
-F16 read16(const uint16_t* p) { return from_bf16(p); }
 F16 read16(const float* p) { return load<F16>(p); }
 float read1(const uint16_t* p) { uint32_t u = uint32_t(*p) << 16; return load<float>(&u); }
 float read1(const float* p) { return *p; }
@@ -61,7 +60,7 @@ float sum(F16 v) {
 
 // The sum of each of eight vectors.
 void sums(const F16 (&v)[8], float* to) {
-#if defined(__AVX512F__)  // pairs are added crosswise until each lane is a sum: 24 operations instead of 56
+#if defined(__AVX512F__)  // a tree of transposing additions: 24 operations instead of 56
   __m512 a[4], b[2];
   for (int i = 0; i < 4; i++)
     a[i] = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]), _mm512_unpackhi_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]));
