@@ -15,6 +15,7 @@ from rich.text import Text
 from nanoinfer.bench.slo import slo_text
 from nanoinfer.show.text import DASH, Rows, as_table, format_number, ms
 
+TOO_SMALL: Final = "n too small"
 #: Figures of the latency table, in its order, as people call them.
 NAMES: Final = {
     "ttft": "TTFT",
@@ -35,25 +36,30 @@ RATES: Final = {
 }
 
 
-def _interval(pair: Iterable[float | None] | None) -> str:
+def interval_text(pair: Iterable[float | None] | None) -> str:
+    """An interval in milliseconds; a dash for ``None``."""
     if pair is None:
         return DASH
     low, high = pair
-    return "n too small" if low is None or high is None else f"{ms(low)} to {ms(high)}"
+    return TOO_SMALL if low is None or high is None else f"{ms(low)} to {ms(high)}"
+
+
+def latency_cells(figure: Mapping[str, Any]) -> tuple[str, ...]:
+    """Samples, mean, median with its interval, and tails of one figure."""
+    intervals = figure["intervals"] if figure["n"] else None
+    tails = (TOO_SMALL if figure["n"] and q in figure["too_small"] else ms(figure[q]) for q in ("p90", "p95", "p99"))
+    middle = interval_text(None if intervals is None else intervals["median"])
+    return (f"{figure['n']:,}", ms(figure["mean"]), ms(figure["median"]), middle, *tails)
 
 
 def latency(record: Mapping[str, Any]) -> Rows:
     """A row a figure: samples, mean, median with its interval (of independent requests), tails."""
-    header = ("ms", "n", "mean", "median", "95% interval", "p90", "p95", "p99", "max")
     rows = []
     for name, title in NAMES.items():
         figure = record["latency"][name]
         mark = " (estimated)" if figure.get("estimated_requests") else ""
-        tails = ["n too small" if figure["n"] and q in figure["too_small"] else ms(figure[q]) for q in header[5:8]]
-        interval = _interval(figure["intervals"]["median"] if figure["n"] and figure["intervals"] else None)
-        middle = (f"{figure['n']:,}", ms(figure["mean"]), ms(figure["median"]), interval)
-        rows.append((title + mark, *middle, *tails, ms(figure["max"])))
-    return header, rows
+        rows.append((title + mark, *latency_cells(figure), ms(figure["max"])))
+    return ("ms", "n", "mean", "median", "95% interval", "p90", "p95", "p99", "max"), rows
 
 
 def adjusted(record: Mapping[str, Any]) -> Rows:
@@ -82,41 +88,46 @@ def rates(record: Mapping[str, Any]) -> Rows:
 
 def requests(record: Mapping[str, Any]) -> Rows:
     """How the requests ended, and failures by kind."""
-    found, tokens = record["requests"], record["tokens"]
-    rows = [("attempted", f"{found['attempted']:,}"), ("ended well", f"{found['ok']:,}")]
-    said = record["load"].get("error_messages", {})
-    rows += [(_failure(kind, said.get(kind)), f"{n:,}") for kind, n in found["failures"].items()]
-    rows += [("warm-up, left out", f"{found['warmup']:,}")]
-    if found["cut_short"]:
-        rows.append(("cut short by Ctrl-C, left out", f"{found['cut_short']:,}"))
+    counts, tokens = record["requests"], record["tokens"]
+    rows = [("attempted", f"{counts['attempted']:,}"), ("ended well", f"{counts['ok']:,}")]
+    messages = record["load"].get("error_messages", {})
+    rows += [(_failure(kind, messages.get(kind)), f"{n:,}") for kind, n in counts["failures"].items()]
+    rows += [("warm-up, left out", f"{counts['warmup']:,}")]
+    if counts["cut_short"]:
+        rows.append(("cut short by Ctrl-C, left out", f"{counts['cut_short']:,}"))
     for name in ("prompt", "output"):
         rows.append((f"{name} tokens", DASH if tokens[name] is None else f"{tokens[name]:,}"))
     return ("requests", "number"), rows
 
 
-def _failure(kind: str, said: str | None) -> str:
-    """A kind of failure with the first words that came with it; they are a server's, so nothing unprintable passes."""
-    words = "" if said is None else " ".join("".join(c if c.isprintable() else " " for c in said).split())
-    return f"failed: {kind}" + (f" ({words[:77] + '...' if len(words) > 80 else words})" if words else "")
+def _failure(kind: str, message: str | None) -> str:
+    """A kind of failure with its first message; that comes from a server, so unprintable characters are removed."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in message or "").split())
+    return f"failed: {kind}" + (f" ({text[:77] + '...' if len(text) > 80 else text})" if text else "")
 
 
 def goodput(record: Mapping[str, Any]) -> Rows:
     """The share that met every limit, and which limit the others broke."""
-    found = record["goodput"]
-    share = DASH if found["share"] is None else f"{found['share']:.1%}"
-    if found["interval"]:
-        share += f" (95% interval {found['interval'][0]:.1%} to {found['interval'][1]:.1%})"
-    rows = [
-        ("limits", slo_text(found["slo_s"])),
-        ("share of good requests", share),
-        ("good requests", f"{found['good']:,} of {found['attempted'] - found['excluded']:,}"),
-        ("good requests/s", format_number(found["requests_s"])),
-        ("their tokens/s", format_number(found["tok_s"], 4)),
-        ("failed", f"{found['failed']:,}"),
-        *((f"broke {name}", f"{n:,}") for name, n in found["broken_by"].items()),
-        ("without a value to judge, left out", f"{found['excluded']:,}"),
+    goodput = record["goodput"]
+    return ("goodput", "value"), [
+        ("limits", slo_text(goodput["slo_s"])),
+        ("share of good requests", goodput_share(goodput)),
+        ("good requests", f"{goodput['good']:,} of {goodput['attempted'] - goodput['excluded']:,}"),
+        ("good requests/s", format_number(goodput["requests_s"])),
+        ("their tokens/s", format_number(goodput["tok_s"], 4)),
+        ("failed", f"{goodput['failed']:,}"),
+        *((f"broke {name}", f"{n:,}") for name, n in goodput["broken_by"].items()),
+        ("without a value to judge, left out", f"{goodput['excluded']:,}"),
     ]
-    return ("goodput", "value"), rows
+
+
+def goodput_share(goodput: Mapping[str, Any]) -> str:
+    """The share of good requests with its interval."""
+    share = DASH if goodput["share"] is None else f"{goodput['share']:.1%}"
+    if goodput["interval"] is None:
+        return share
+    low, high = goodput["interval"]
+    return f"{share} (95% interval {low:.1%} to {high:.1%})"
 
 
 def levels(record: Mapping[str, Any]) -> Rows:
@@ -125,28 +136,30 @@ def levels(record: Mapping[str, Any]) -> Rows:
     header = [record["unit"], *header, *(["good", "good/s"] if record["slo_s"] else []), "remarks"]
     rows = []
     for point in record["points"]:
-        found = point["summary"]
-        row = [f"{point['level']:g}", f"{found['requests']['attempted']:,}", f"{found['requests']['ok']:,}"]
-        row += [format_number(found["rates"][key]["value"]) for key in ("output_tok_s", "requests_s")]
-        row += [format_number(found["concurrency"]["mean"])]
-        row += [ms(found["latency"][name]["median"]) for name in ("ttft", "tpot", "e2e")]
+        summary = point["summary"]
+        row = [f"{point['level']:g}", f"{summary['requests']['attempted']:,}", f"{summary['requests']['ok']:,}"]
+        row += [format_number(summary["rates"][key]["value"]) for key in ("output_tok_s", "requests_s")]
+        row += [format_number(summary["concurrency"]["mean"])]
+        row += [ms(summary["latency"][name]["median"]) for name in ("ttft", "tpot", "e2e")]
         row += [format_number(point["power"])]
         if record["slo_s"]:
-            share = found["goodput"]["share"]
-            row += [DASH if share is None else f"{share:.1%}", format_number(found["goodput"]["requests_s"])]
-        marks = ["knee"] if point["level"] == record["knee"]["level"] else []
-        marks += ["highest good"] if point["level"] == record["highest_good"]["level"] else []
-        marks += ["beyond its error budget"] if found["beyond_budget"] else []
-        rows.append((*row, ", ".join(marks)))
+            share = summary["goodput"]["share"]
+            row += [DASH if share is None else f"{share:.1%}", format_number(summary["goodput"]["requests_s"])]
+        remarks = {
+            "knee": point["level"] == record["knee"]["level"],
+            "highest good": point["level"] == record["highest_good"]["level"],
+            "beyond its error budget": bool(summary["beyond_budget"]),
+        }
+        rows.append((*row, ", ".join(remark for remark, holds in remarks.items() if holds)))
     return tuple(header), rows
 
 
 def client(record: Mapping[str, Any]) -> Rows:
-    """How late our own side was."""
+    """How late the load generator was."""
     rows = []
     for key, title in (("send_lag", "request sent late"), ("loop_stalls", "event loop late")):
-        found = record["client"][key]
-        rows.append((title, f"{found['n']:,}", ms(found["p50_s"]), ms(found["p99_s"]), ms(found["max_s"])))
+        tail = record["client"][key]
+        rows.append((title, f"{tail['n']:,}", *(ms(tail[column]) for column in ("p50_s", "p99_s", "max_s"))))
     return ("ms", "n", "p50", "p99", "max"), rows
 
 
@@ -164,39 +177,54 @@ def definitions(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "event loop late", record["client"]["loop_stalls"]["definition"]
 
 
-def show(console: Console, record: Mapping[str, Any]) -> None:
-    """Print a run's summary: tables, then each definition, then what must be known before it is believed."""
-    parts = [requests(record), latency(record), rates(record), client(record)]
-    if record["requests"]["attempted"] > record["requests"]["ok"]:
-        parts.insert(2, adjusted(record))
-    if record["goodput"]:
-        parts.insert(-1, goodput(record))
-    for part in parts:
+def show_parts(console: Console, *parts: Rows | str) -> None:
+    """Print lines and tables, an empty line before each table but one that comes first."""
+    for i, part in enumerate(parts):
+        if isinstance(part, str):
+            console.print(Text(part))
+            continue
+        if i:
+            console.print()
         console.print(as_table(part))
-        console.print()
-    for name, line in definitions(record):
-        console.print(Text(f"{name}: {line}"))
-    for note in record["notes"]:
-        console.print(Text(f"Note: {note}"))
-    for reason in record["beyond_budget"]:
-        console.print(Text(f"BEYOND ITS ERROR BUDGET: {reason}"))
 
 
-def show_sweep(console: Console, record: Mapping[str, Any]) -> None:
-    """Print a sweep: its levels, what was read off them with the rules, and what must be known."""
-    console.print(as_table(levels(record)))
-    console.print()
-    console.print(Text(verdict(record)))
-    for key in ("knee", "highest_good"):
-        console.print(Text(f"{key.replace('_', ' ')}: {record[key]['definition']}"))
-    if record["points"]:
-        for name, line in definitions(record["points"][-1]["summary"]):
-            console.print(Text(f"{name}: {line}"))
-    for note in [*([record["stopped"]] if record["stopped"] else []), *record["notes"]]:
-        console.print(Text(f"Note: {note}"))
-    for level, reasons in record["beyond_budget"].items():
-        for reason in reasons:
-            console.print(Text(f"BEYOND ITS ERROR BUDGET at {level}: {reason}"))
+def closing_lines(
+    definitions: Iterable[tuple[str, str]], notes: Iterable[str], beyond: Iterable[str] = ()
+) -> Iterator[str]:
+    """Each definition, then what must be known before the figures are believed."""
+    yield from (f"{name}: {line}" for name, line in definitions)
+    yield from (f"Note: {note}" for note in notes)
+    yield from (f"BEYOND ITS ERROR BUDGET{reason}" for reason in beyond)
+
+
+def show(console: Console, record: Mapping[str, Any]) -> None:
+    """Print the record of a run, or of a sweep."""
+    show_parts(console, *(_sweep_parts(record) if "points" in record else _run_parts(record)))
+
+
+def _run_parts(record: Mapping[str, Any]) -> Iterator[Rows | str]:
+    yield requests(record)
+    yield latency(record)
+    if record["requests"]["attempted"] > record["requests"]["ok"]:
+        yield adjusted(record)
+    yield rates(record)
+    if record["goodput"]:
+        yield goodput(record)
+    yield client(record)
+    yield ""
+    beyond = [f": {reason}" for reason in record["beyond_budget"]]
+    yield from closing_lines(definitions(record), record["notes"], beyond)
+
+
+def _sweep_parts(record: Mapping[str, Any]) -> Iterator[Rows | str]:
+    yield levels(record)
+    yield ""
+    yield verdict(record)
+    rules = [(key.replace("_", " "), record[key]["definition"]) for key in ("knee", "highest_good")]
+    last = definitions(record["points"][-1]["summary"]) if record["points"] else ()
+    notes = [*([record["stopped"]] if record["stopped"] else []), *record["notes"]]
+    beyond = [f" at {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons]
+    yield from closing_lines([*rules, *last], notes, beyond)
 
 
 def verdict(record: Mapping[str, Any]) -> str:

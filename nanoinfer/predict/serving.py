@@ -1,4 +1,4 @@
-"""What users of a service would see, before there is one: the record behind ``nanoinfer simulate``.
+"""What users of a service that is not there would see, and how many replicas a load needs: ``simulate`` and ``plan``.
 
 Requests come at random; the engine's own scheduler plans every step over as many KV blocks as the device has room for;
 the roofline says how long each step takes; and the traces are scored as those of a real server are. Nothing of this
@@ -12,24 +12,30 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
 from nanoinfer.bench.collect import Collector
+from nanoinfer.bench.slo import parse_slo
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.scheduler import Scheduler
-from nanoinfer.errors import RequestError
-from nanoinfer.measure.metrics import metric_named
+from nanoinfer.errors import RequestError, check
 from nanoinfer.models.lookup import config_of
-from nanoinfer.predict.target import Target, dtype_named, machine_of, model_row, target_named
+from nanoinfer.predict.options import PlanOptions, SimulateOptions
+from nanoinfer.predict.target import (
+    TargetDevice,
+    dtype_named,
+    machine_of,
+    machine_row,
+    model_row,
+    target_named,
+)
 from nanoinfer.simulate.virtual import simulated
-from nanoinfer.theory import capacity
-from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory import capacity, cost
 from nanoinfer.theory.ragged import StepTimes
-from nanoinfer.theory.roofline import Machine
 from nanoinfer.workload.arrivals import gamma
 from nanoinfer.workload.items import Lengths, WorkItem, parse_lengths
 
@@ -39,10 +45,12 @@ WARMUP: Final = 0.1
 CLOSE: Final = 0.02
 #: Doublings or halvings before the search gives up.
 FAR: Final = 12
+#: Requests a second with which ``plan`` begins to search for a replica's highest rate.
+FIRST_RATE: Final = 16.0
 
 
 @dataclass(frozen=True)
-class Load:
+class SimulatedLoad:
     """The requests of one run; the same seed gives the same ones at every rate, only closer together."""
 
     requests: int
@@ -59,7 +67,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Service:
+class SimulatedService:
     """Replicas that take turns with the requests, each with a scheduler and blocks of its own."""
 
     times: StepTimes
@@ -70,152 +78,103 @@ class Service:
     replicas: int
 
     def scheduler(self) -> Scheduler:
-        """A replica's, its house empty."""
+        """An empty replica's."""
         return Scheduler(BlockPool(self.blocks, self.block, share_prefixes=False), self.max_running, self.token_budget)
 
-    def run(self, load: Load, rate: float, slo: Mapping[str, float] | None) -> Collector:
+    def run(self, load: SimulatedLoad, rate: float, slo: Mapping[str, float] | None) -> Collector:
         """Serve the load; figures are of the time from the end of the warm-up until the last request is expected."""
         expected = load.requests / rate
-        found = Collector(WARMUP * expected, expected, self.blocks, slo, self.replicas)
+        collector = Collector(WARMUP * expected, expected, self.blocks, slo, self.replicas)
         for replica in range(self.replicas):
             turn = islice(load.works(rate), replica, None, self.replicas)
-            for trace in simulated(turn, self.scheduler(), self.times, found.span):
-                found.trace(trace)
-        return found
+            for trace in simulated(turn, self.scheduler(), self.times, collector.span):
+                collector.trace(trace)
+        return collector
 
 
-def simulate_serving(
-    model: str,
-    gpu: str,
-    *,
-    rate: float,
-    requests: int = 2000,
-    seed: int = 0,
-    slo: Mapping[str, float] | None = None,
-    find: bool = False,
-    needed: float = 0.99,
-    prompts: str = "lognormal:64-1024",
-    outputs: str = "lognormal:16-512",
-    burstiness: float = 1.0,
-    dtype: str = "bfloat16",
-    tp: int = 1,
-    replicas: int = 1,
-    max_running: int = 256,
-    token_budget: int = 2048,
-    block: int = 16,
-    utilisation: float = 0.9,
-    launch_us: float = 0.0,
-) -> dict[str, Any]:
-    """Latencies, goodput, rates and use of ``replicas`` services of ``tp`` devices each.
-
-    Args:
-        model: as for :func:`nanoinfer.predict.latency.predict`, like ``gpu``, ``dtype``, ``tp`` and ``launch_us``.
-        gpu: a datasheet's name or ``here``.
-        rate: requests a second in all; replicas take turns.
-        requests: how many come; the first tenth of their time warms up.
-        seed: of arrivals and lengths.
-        slo: limits in seconds by metric, for goodput.
-        find: search for the highest rate at which the share ``needed`` of the requests meets ``slo``.
-        needed: that share.
-        prompts: lengths in tokens, as :func:`nanoinfer.workload.items.parse_lengths` reads them.
-        outputs: lengths of the answers.
-        burstiness: shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 is burstier.
-        max_running: sequences in a step at most.
-        token_budget: tokens in a step at most.
-        block: tokens a block of the KV cache.
-        utilisation: share of the device's memory that weights and KV cache may use.
+def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
+    """Latencies, goodput, rates and use of a service under a load, on a computed clock.
 
     Raises:
         NanoinferError: what cannot be predicted, what no engine could serve, a search without limits.
     """
-    config, dtype = config_of(model), dtype_named(dtype)
-    check_sizes(requests=requests, replicas=replicas)
-    load = Load(requests, parse_lengths(prompts), parse_lengths(outputs), burstiness, seed)
-    _check(config, load, rate, slo, find, needed)
+    config, dtype, rate = config_of(options.model), dtype_named(options.dtype), options.rate
+    for name in ("requests", "replicas"):
+        check(f"--{name}", getattr(options, name), at_least=1)
+    for name in ("rate", "burstiness"):
+        check(f"--{name}", getattr(options, name), above=0)
+    check("--share", options.share, above=0, at_most=1)
+    slo = None if options.slo is None else parse_slo(options.slo)
+    if options.find and not slo:
+        raise RequestError("--find searches for the highest rate that meets an SLO: give one (--slo ttft=200ms)")
+    prompts, outputs = parse_lengths(options.prompt_tokens), parse_lengths(options.output_tokens)
+    load = SimulatedLoad(options.requests, prompts, outputs, options.burstiness, options.seed)
+    _check_lengths(config, load)
     notes: list[str] = []
-    target = target_named(gpu, dtype)
-    fit = capacity.fit(config, target.memory_bytes, 1, dtype, tp=tp, utilisation=utilisation, block=block)
-    machine = machine_of(target, dtype, launch_us, notes)
-    service = Service(StepTimes(config, machine, tp), fit.blocks, block, max_running, token_budget, replicas)
-    service.scheduler().refuse(load.prompts.high + load.outputs.high - 1)
-    found = service.run(load, rate, slo)
+    target = target_named(options.gpu, dtype)
+    fit = capacity.fit(
+        config, target.memory_bytes, 1, dtype, tp=options.tp, utilisation=options.utilisation, block=options.block
+    )
+    machine = machine_of(target, dtype, options.launch_us, notes)
+    service = SimulatedService(
+        StepTimes(config, machine, options.tp),
+        fit.blocks,
+        options.block,
+        options.max_running,
+        options.token_budget,
+        options.replicas,
+    )
+    service.scheduler().refuse(prompts.high + outputs.high - 1)
+    collector = service.run(load, rate, slo)
     record = {
-        "model": model_row(model, config),
-        "machine": _machine_row(target, machine, dtype, tp, replicas, utilisation),
+        "model": model_row(options.model, config),
+        "machine": machine_row(target, machine, options.tp * options.replicas, dtype)
+        | {"tp": options.tp, "utilisation": options.utilisation},
         "engine_settings": {
-            "max_running": max_running,
-            "token_budget": token_budget,
-            "block_tokens": block,
+            "max_running": options.max_running,
+            "token_budget": options.token_budget,
+            "block_tokens": options.block,
             "kv_blocks": fit.blocks,
-            "kv_tokens": fit.blocks * block,
-            "replicas": replicas,
+            "kv_tokens": fit.blocks * options.block,
+            "replicas": options.replicas,
         },
         "load": {
             "rate_per_s": rate,
-            "requests": requests,
-            "arrivals": "poisson" if burstiness == 1 else f"gamma:{burstiness:g}",
-            "prompt_tokens": str(load.prompts),
-            "output_tokens": str(load.outputs),
-            "seed": seed,
+            "requests": options.requests,
+            "arrivals": "poisson" if options.burstiness == 1 else f"gamma:{options.burstiness:g}",
+            "prompt_tokens": str(prompts),
+            "output_tokens": str(outputs),
+            "seed": options.seed,
         },
-        **found.record(),
-        "highest_rate": highest_rate(lambda r: service.run(load, r, slo), rate, needed) if find else None,
+        **collector.record(),
+        "highest_rate": highest_rate(lambda r: service.run(load, r, slo).share, rate, options.share)
+        if options.find
+        else None,
     }
     return {**record, "notes": [*notes, *_notes(record)]}
 
 
-def _check(
-    config: ModelConfig, load: Load, rate: float, slo: Mapping[str, float] | None, find: bool, needed: float
-) -> None:
-    for name, value in {"rate": rate, "burstiness": load.burstiness}.items():
-        if not 0 < value < math.inf:
-            raise RequestError(f"--{name} must be a number above 0, got {value:g}")
-    if find and not slo:
-        raise RequestError("--find searches for the highest rate that meets an SLO: give one (--slo ttft=200ms)")
-    for name in slo or {}:
-        metric_named(name)
-    if not 0 < needed <= 1:
-        raise RequestError(f"the needed share of good requests lies above 0 and up to 1, got {needed:g}")
-    longest = load.prompts.high + load.outputs.high
-    if longest > config.context:
+def _check_lengths(config: ModelConfig, load: SimulatedLoad) -> None:
+    if load.prompts.high + load.outputs.high > config.context:
         raise RequestError(
             f"prompts of up to {load.prompts.high} and answers of up to {load.outputs.high} tokens are beyond the "
             f"model's context of {config.context}: take shorter ones"
         )
 
 
-def _machine_row(
-    target: Target, machine: Machine, dtype: str, tp: int, replicas: int, utilisation: float
-) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "rates_from": target.source,
-        "datasheet": target.page,
-        "devices": tp * replicas,
-        "tp": tp,
-        "dtype": dtype,
-        "peak_flops_per_s": machine.peak,
-        "bandwidth_bytes_per_s": machine.bandwidth,
-        "launch_s": machine.launch_s,
-        "memory_bytes": target.memory_bytes,
-        "utilisation": utilisation,
-    }
-
-
 # --- the highest rate that meets the limits ---------------------------------------------
 
 
-def highest_rate(run: Callable[[float], Collector], rate: float, needed: float) -> dict[str, Any]:
+def highest_rate(share_at: Callable[[float], float | None], rate: float, needed: float) -> dict[str, Any]:
     """Double or halve from ``rate`` until the verdict changes, then halve the interval until its ends are close.
 
-    ``rate_per_s`` is ``None`` where no rate that
-    was tried is good, ``fails_at_per_s`` where all are.
+    ``share_at`` gives the share of good requests at a rate. ``rate_per_s`` is ``None`` where no rate that was tried
+    is good, ``fails_at_per_s`` where all are.
     """
     tried: dict[float, float | None] = {}
 
     def is_good(at: float) -> bool:
-        tried[at] = run(at).share
-        share = tried[at]
+        share = tried[at] = share_at(at)
         return share is not None and share >= needed
 
     good, bad = (rate, None) if is_good(rate) else (None, rate)
@@ -244,11 +203,11 @@ def highest_rate(run: Callable[[float], Collector], rate: float, needed: float) 
 def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     window, requests, rates = record["window"], record["requests"], record["rates"]
     arrived, ended = requests["measured"], rates["requests_s"]["value"] * window["seconds"]
-    there = record["concurrency"]["mean"]
+    in_system = record["concurrency"]["mean"]
     if not arrived:
         yield "No request was due in the measured window: take more requests."
         return
-    if arrived - ended > 0.05 * arrived + 3 * math.sqrt(there):
+    if arrived - ended > 0.05 * arrived + 3 * math.sqrt(in_system):
         yield (
             f"More requests come than end ({arrived} against {ended:.0f} in the window): the queue grows, and waits "
             "say how long the run was and not what the service does."
@@ -262,14 +221,114 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     small = record["latency"]["ttft"]["too_small"]
     if small:
         yield f"n too small for {', '.join(small)}: take more requests."
-    if (found := record["highest_rate"]) is not None:
-        if found["rate_per_s"] is None:
-            yield f"No rate down to {found['fails_at_per_s']:.3g}/s meets the limits."
-        elif found["fails_at_per_s"] is None:
-            yield f"Every rate up to {found['rate_per_s']:.3g}/s meets the limits."
+    if (highest := record["highest_rate"]) is not None:
+        if highest["rate_per_s"] is None:
+            yield f"No rate down to {highest['fails_at_per_s']:.3g}/s meets the limits."
+        elif highest["fails_at_per_s"] is None:
+            yield f"Every rate up to {highest['rate_per_s']:.3g}/s meets the limits."
         else:
-            seconds = record["load"]["requests"] / found["rate_per_s"]
+            seconds = record["load"]["requests"] / highest["rate_per_s"]
             yield (
                 f"The highest rate is that of a run of {seconds:.3g} s: just beyond what a service can do, its queue "
                 "takes longer than that to show. More requests find it more exactly."
             )
+
+
+# --- replicas for a number of users -------------------------------------------------------
+
+
+def plan(options: PlanOptions) -> dict[str, Any]:
+    """Replicas, latencies, price and power for each number of users.
+
+    One replica is simulated to find the highest rate at which it meets the SLO. The load is divided over enough of
+    them that each has some headroom, and spares stand by for those that fail. Round-robin reaches each replica more
+    evenly than it is simulated here, which errs on the safe side; that a short run does not show how a queue grows
+    errs on the other, for which the headroom is there too.
+
+    Raises:
+        NanoinferError: what cannot be simulated, users below 1, or limits that a replica breaks at any rate.
+    """
+    check("--users", min(options.users, default=0), at_least=1)
+    check("--spares", options.spares, at_least=0)
+    check("--headroom", options.headroom, at_least=0, below=1)
+    check("--per-user", options.per_user, above=0)
+    slo, target = parse_slo(options.slo or ""), target_named(options.gpu, dtype_named(options.dtype))
+    base = SimulateOptions(
+        options.model,
+        options.gpu,
+        FIRST_RATE,
+        requests=options.requests,
+        slo=options.slo,
+        share=options.share,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        dtype=options.dtype,
+        tp=options.tp,
+        seed=options.seed,
+    )
+    searched = simulate_serving(replace(base, find=True))
+    highest = searched["highest_rate"]["rate_per_s"]
+    if highest is None:
+        raise RequestError(
+            f"no rate meets these limits on {options.tp} x {target.name}: even a lone request is too slow for "
+            f"{options.share:.0%} of them; take looser limits, a faster device or --tp"
+        )
+
+    def planned(users: int) -> dict[str, Any]:
+        load = users * options.per_user / 3600
+        active = math.ceil(load / highest / (1 - options.headroom))
+        simulation = simulate_serving(replace(base, rate=load / active))
+        return {
+            "users": users,
+            "load_per_s": load,
+            "replicas": active,
+            "spares": options.spares,
+            "load_share": load / (active * highest),
+            **_plan_row(simulation, load, (active + options.spares) * options.tp, target, options.usd_per_hour),
+        }
+
+    plans = [planned(users) for users in options.users]
+    return {
+        "model": searched["model"],
+        "machine": searched["machine"],
+        "load": {**searched["load"], "per_user_per_hour": options.per_user, "rate_per_s": None},
+        "slo_s": slo,
+        "needed_share": options.share,
+        "replica_rate_per_s": highest,
+        "headroom": options.headroom,
+        "replica_rate_definition": searched["highest_rate"]["definition"],
+        "plans": plans,
+        "notes": list(_plan_notes(target, options.spares, plans)),
+    }
+
+
+def _plan_row(
+    simulation: Mapping[str, Any], load: float, devices: int, target: TargetDevice, usd_per_hour: float | None
+) -> dict[str, Any]:
+    """What users feel on one replica, and what all devices cost and draw."""
+    tokens_s = load * simulation["tokens"]["output"] / max(1, simulation["requests"]["measured"])
+    watts = None if target.watts is None else target.watts * devices
+    usd = None if usd_per_hour is None else usd_per_hour * devices
+    return {
+        "devices": devices,
+        "busy_share": simulation["engine"]["busy"]["share"],
+        "ttft_p99_s": simulation["latency"]["ttft"]["p99"],
+        "tpot_p99_s": simulation["latency"]["tpot"]["p99"],
+        "good_share": simulation["goodput"]["share"],
+        "output_tokens_per_s": tokens_s,
+        "usd_per_hour": usd,
+        "output_usd_per_mtok": None if usd is None else cost.usd_per_mtok(usd, tokens_s),
+        "watts": watts,
+        "tokens_per_joule": None if watts is None else tokens_s / watts,
+    }
+
+
+def _plan_notes(target: TargetDevice, spares: int, plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "Simulated with rates that leave out the network, the tokenizer and the host: a real replica takes less load."
+    if target.watts is not None:
+        yield f"Watts are the boards' limit ({target.watts:g} W each), spares included: an upper bound."
+    if spares and (largest := max(plans, key=lambda p: p["replicas"]))["replicas"] > 20 * spares:
+        yield (
+            f"{spares} spare{'s' if spares > 1 else ''} for {largest['replicas']:,} replicas cover one failure at a "
+            "time: of so many, several are down at once (--spares)."
+        )

@@ -488,7 +488,7 @@ def test_simulate() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--rate -1", "rate must be"),
+        ("--rate -1", "rate must be above 0, got -1.0"),
         ("--gpu H1000", "unknown device 'H1000'"),
         ("--slo ttft=5", "5 of what?"),
         ("--find", "give one (--slo ttft=200ms)"),

@@ -12,17 +12,21 @@ from typer.testing import CliRunner
 
 from nanoinfer.cli import app as cli
 from nanoinfer.configs.config import SHAPES
-from nanoinfer.predict.choices import choices, splits
-from nanoinfer.predict.latency import predict
-from nanoinfer.predict.links import Links
-from nanoinfer.predict.questions import Asked
-from nanoinfer.predict.tables import si
+from nanoinfer.predict import latency
+from nanoinfer.predict.advice import Demand, ParallelOption, parallel_options, splits
+from nanoinfer.predict.options import PredictOptions
+from nanoinfer.predict.target import Links
+from nanoinfer.show.text import si
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.theory.split import Split
 from nanoinfer.theory.split_steps import decode_step
 
 LLAMA = SHAPES["llama-3.1-8b"]
 MODEL = ("predict", "llama-3.1-8b", "--gpu", "H100")
+
+
+def predict(model: str, gpu: str, **options: Any) -> Any:
+    return latency.predict(PredictOptions(model, gpu, **options))
 
 
 def run(*args: str) -> Any:
@@ -105,7 +109,7 @@ def test_a_pipeline_and_its_micro_batches() -> None:
     found = record("--pp", "4", "--batch", "16", "--micro-batches", "8", "--context", "512")
     assert found["split"]["micro_batches"] == 8 and found["prefill"]["bound"] == "compute"
     step = decode_step(
-        LLAMA, Links().of(Machine.datasheet("H100"), Split(pp=4), []), Split(pp=4), 16, 512, micro_batches=8
+        LLAMA, Links().connect(Machine.datasheet("H100"), Split(pp=4), []), Split(pp=4), 16, 512, micro_batches=8
     )
     assert found["decode"]["seconds"] == step.seconds
     few = record("--pp", "4", "--batch", "16", "--micro-batches", "2")
@@ -144,7 +148,7 @@ def test_twice_the_devices_of_each_way_in_use() -> None:
 def test_a_generation_adds_up(args: tuple[str, ...]) -> None:
     found = record(*args, "--batch", "4", "--new", "3", "--context", "100")
     split = Split(**{args[i].strip("-"): int(args[i + 1]) for i in range(0, len(args), 2)})
-    machine = Links().of(Machine.datasheet("H100"), split, [])
+    machine = Links().connect(Machine.datasheet("H100"), split, [])
     steps = sum(decode_step(LLAMA, machine, split, 4, tokens).seconds for tokens in (101, 102))
     assert found["generation"]["decode_seconds"] == pytest.approx(steps)
     assert found["generation"]["tokens_per_s"] == pytest.approx(
@@ -172,7 +176,7 @@ def test_a_model_that_one_device_does_not_hold_must_be_split() -> None:
     assert number == 5 and "16 GB and the model needs 16.1 GB with a single row: it must be split" in why
     assert suggestion.startswith("Of 2 devices: tp 2, ")
     # Also where it was asked for otherwise: the wish orders the splits that fit, and adds none.
-    assert decided(gpu="T4", dtype="float16", tp=4, context=512, asked=Asked(want="throughput"))[0] == 5
+    assert decided(gpu="T4", dtype="float16", tp=4, context=512, want="throughput")[0] == 5
 
 
 def test_a_cache_that_one_device_does_not_hold_asks_for_more_of_them() -> None:
@@ -181,21 +185,21 @@ def test_a_cache_that_one_device_does_not_hold_asks_for_more_of_them() -> None:
 
 
 def test_many_models_are_placed_not_split() -> None:
-    number, why, suggestion = decided(asked=Asked(models=12))
+    number, why, suggestion = decided(models=12)
     assert number == 1 and "Each of 12 models fits one device" in why and "no split" in suggestion
 
 
 def test_a_long_shared_prefix_saves_more_than_a_split() -> None:
-    number, why, suggestion = decided(context=4096, asked=Asked(shared_prefix=4000))
+    number, why, suggestion = decided(context=4096, shared_prefix=4000)
     assert number == 4 and "sent to the same replica" in suggestion
     left, whole = map(float, re.findall(r"([\d.]+) of ([\d.]+) ms", why)[0])
     assert left < whole / 5
-    assert decided(context=4096, asked=Asked(shared_prefix=100))[0] == 5
-    assert predict("gpt2", "H100", asked=Asked(shared_prefix=0))["questions"]["answers"][3]["answer"] == "independent"
+    assert decided(context=4096, shared_prefix=100)[0] == 5
+    assert predict("gpt2", "H100", shared_prefix=0)["questions"]["answers"][3]["answer"] == "independent"
 
 
 def test_where_all_fits_the_wish_decides() -> None:
-    latency, throughput, both = (decided(tp=8, asked=Asked(want=want)) for want in ("latency", "throughput", "both"))
+    latency, throughput, both = (decided(tp=8, want=want) for want in ("latency", "throughput", "both"))
     assert latency[0] == throughput[0] == both[0] == 3
     assert latency[2].startswith("Of 8 devices: tp 8, ")
     assert throughput[2].startswith("Of 8 devices: replicas 8, ")
@@ -213,10 +217,10 @@ def test_the_choices_are_every_split_of_as_many_devices() -> None:
 
 
 def test_choices_are_ordered_by_what_is_wanted() -> None:
-    machine = Links().of(Machine.datasheet("H100"), Split(), [])
+    machine = Links().connect(Machine.datasheet("H100"), Split(), [])
 
-    def found(want: str) -> list[Any]:
-        return choices(LLAMA, machine, 80e9, 8, 32, 2048, 2048, want)
+    def found(want: str) -> list[ParallelOption]:
+        return parallel_options(Demand(LLAMA, machine, 80e9, 32, 2048, 2048), 8, 32, want)
 
     latency, throughput, smallest = found("latency"), found("throughput"), found("smallest")
     assert [c.decode_s for c in latency] == sorted(c.decode_s for c in latency)
@@ -232,7 +236,7 @@ def test_choices_are_ordered_by_what_is_wanted() -> None:
 
 def test_a_thousand_devices_are_answered_at_once() -> None:
     start = time.process_time()
-    found = predict("llama-3.1-8b", "H100", tp=8, replicas=128, asked=Asked(want="both"))
+    found = predict("llama-3.1-8b", "H100", tp=8, replicas=128, want="both")
     assert found["machine"]["devices"] == 1024 and time.process_time() - start < 30
 
 
@@ -271,7 +275,7 @@ def test_the_table_says_what_the_json_says() -> None:
         ("--imbalance 2", "imbalance, the largest load over the mean"),
         ("--tp 2 --link nvlink9", "unknown link 'nvlink9'"),
         ("--tp 2 --nodes-link eth", "unknown link 'eth'"),
-        ("--tp 2 --alpha-us -1", "--alpha-us must be a number and not negative"),
+        ("--tp 2 --alpha-us -1", "--alpha-us must be at least 0, got -1.0"),
         ("--tp 2 --gpus-per-node 0", "gpus-per-node must be at least 1"),
         ("--want speed", "--want speed: "),
         ("--models 0", "models must be at least 1"),
