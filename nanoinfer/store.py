@@ -1,4 +1,4 @@
-"""Files that nanoinfer keeps: the user's cache folder, writes that are whole or absent, cached measurements."""
+"""Files: the user's cache folder, writes that are whole or absent, cached measurements, JSON from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import platformdirs
 
@@ -21,6 +21,19 @@ T = TypeVar("T")
 def cache_dir() -> Path:
     """Where fetched, converted and measured files are kept: ``NANOINFER_CACHE``, or the user's cache folder."""
     return Path(os.environ.get("NANOINFER_CACHE") or platformdirs.user_cache_dir("nanoinfer", appauthor=False))
+
+
+def read_json(path: Path, error: type[NanoinferError]) -> dict[str, Any]:
+    """The JSON object in a file that came with a model. Raises ``error``, in one line that names the file."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path}: missing; a model's folder holds it with the weights") from None
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path}: damaged ({cause}); fetch or copy the file again") from None
+    if not isinstance(data, dict):
+        raise error(f"{path}: not a JSON object; fetch or copy the file again")
+    return data
 
 
 def write_whole(path: Path, text: str) -> None:

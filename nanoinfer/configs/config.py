@@ -7,8 +7,8 @@ from this handful of integers, so :mod:`nanoinfer.theory` needs nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from nanoinfer.errors import ModelError
 
@@ -130,11 +130,11 @@ class ModelConfig:
     ``n_kv`` key/value heads, ``d_h`` head width, ``f`` feed-forward width, ``V``
     vocabulary, ``context`` the most tokens a sequence may hold.
 
-    What follows ``rope_scaling`` is for models that can be counted but not run: biases of the
-    q, k, v and of the output projection and of the MLP (gpt2 has all of them without saying so);
+    What follows ``rope_scaling`` is for models that can be counted but not run, Mixtral's ``moe`` excepted:
+    biases of the q, k, v and of the output projection and of the MLP (gpt2 has them all without saying so);
     norms of q and k per head or over the full width; norms per layer (gemma: 4); a learned attention
-    sink per head; the parts above, Mixtral's ``moe`` excepted; and the name of a rotary scaling that no
-    engine implements. With ``mla``, ``d_head`` is the width of a head's query.
+    sink per head; the parts above; and the name of a rotary scaling that no engine implements.
+    With ``mla``, ``d_head`` is the width of a head's query.
     """
 
     family: Family
@@ -211,74 +211,43 @@ def check_runnable(config: ModelConfig, where: str = "this model") -> None:
 
 def _gpt2(n_layers: int, d_model: int, n_heads: int, vocab_size: int = 50_257, context: int = 1024) -> ModelConfig:
     return ModelConfig(
-        family="gpt2",
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        d_head=d_model // n_heads,
-        d_ff=4 * d_model,
-        vocab_size=vocab_size,
-        context=context,
+        "gpt2", n_layers, d_model, n_heads, n_heads, d_model // n_heads, 4 * d_model, vocab_size, context
     )
 
 
-SMOLLM2_135M = ModelConfig(
-    family="llama",
-    n_layers=30,
-    d_model=576,
-    n_heads=9,
-    n_kv_heads=3,
-    d_head=64,
-    d_ff=1536,
-    vocab_size=49_152,
-    context=8192,
-    tied=True,
-    rope_theta=100_000.0,
-)
+def _llama(
+    n_layers: int, d_model: int, heads: tuple[int, int], d_ff: int, vocab_size: int, context: int, **more: Any
+) -> ModelConfig:
+    """``heads`` are query heads and KV heads."""
+    sizes = (n_layers, d_model, *heads, d_model // heads[0], d_ff, vocab_size, context)
+    return ModelConfig(more.pop("family", "llama"), *sizes, **{"rope_theta": 100_000.0, **more})
+
 
 #: Shapes that ``random:NAME`` can build. The ``tiny`` ones are for tests and smoke runs.
 SHAPES: Mapping[str, ModelConfig] = {
     "tiny-gpt2": _gpt2(2, 32, 4, vocab_size=256, context=128),
-    "tiny-llama": replace(
-        SMOLLM2_135M, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, vocab_size=256, context=256
-    ),
-    "tiny-moe": replace(
-        SMOLLM2_135M,
-        family="mixtral",
-        n_layers=4,
-        d_model=32,
-        n_heads=4,
-        n_kv_heads=2,
-        d_head=8,
-        d_ff=64,
-        vocab_size=256,
-        context=256,
-        tied=False,
-        moe=MoE(n_experts=8, top_k=2, d_expert=64),
+    "tiny-llama": _llama(2, 32, (4, 2), 64, 256, 256),
+    "tiny-moe": _llama(
+        4, 32, (4, 2), 64, 256, 256, family="mixtral", tied=False, moe=MoE(n_experts=8, top_k=2, d_expert=64)
     ),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
-    "smollm2-135m": SMOLLM2_135M,
-    "llama-3.2-1b": ModelConfig(
-        "llama", 16, 2048, 32, 8, 64, 8192, 128_256, 131_072, 1e-5, True, 500_000.0, RopeScaling(32.0, 1.0, 4.0, 8192)
+    "smollm2-135m": _llama(30, 576, (9, 3), 1536, 49_152, 8192),
+    "llama-3.2-1b": _llama(
+        16, 2048, (32, 8), 8192, 128_256, 131_072, rope_theta=5e5, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192)
     ),
-    "llama-3-8b": ModelConfig("llama", 32, 4096, 32, 8, 128, 14_336, 128_256, 8192, 1e-5, False, 500_000.0),
-    "llama-3.1-8b": ModelConfig(
-        "llama",
+    "llama-3-8b": _llama(32, 4096, (32, 8), 14_336, 128_256, 8192, rope_theta=5e5, tied=False),
+    "llama-3.1-8b": _llama(
         32,
         4096,
-        32,
-        8,
-        128,
+        (32, 8),
         14_336,
         128_256,
         131_072,
-        1e-5,
-        False,
-        500_000.0,
-        RopeScaling(8.0, 1.0, 4.0, 8192),
+        rope_theta=5e5,
+        tied=False,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
 }

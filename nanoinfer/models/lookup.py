@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
-from nanoinfer.configs.catalog import CONTEXTS, MODELS
+from nanoinfer.configs.catalog import MODELS
 from nanoinfer.configs.config import SHAPES, ModelConfig
-from nanoinfer.configs.huggingface import from_hf, read_json
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import ModelError, nearest
+from nanoinfer.store import read_json
 from nanoinfer.theory.parameters import parameters
 
 #: Models that are counted but not loaded, by their names in small letters.
@@ -24,7 +24,7 @@ def config_of(name: str) -> ModelConfig:
     if (shape := name.removeprefix("random:")) in SHAPES:
         return SHAPES[shape]
     if (counted := _COUNTED.get(shape.lower())) is not None:
-        return replace(from_hf(MODELS[counted][0], counted), context=CONTEXTS[counted])
+        return from_hf(MODELS[counted][0], counted)
     try:
         path = Path(name).expanduser()
         is_there = bool(name) and path.exists()
@@ -46,7 +46,7 @@ def config_of_file(path: Path) -> ModelConfig:
     """
     if path.suffix != ".gguf":
         path = path / "config.json" if path.is_dir() else path
-        return from_hf(read_json(path), str(path))
+        return from_hf(read_json(path, ModelError), str(path))
     from nanoinfer.models.gguf_file import read_gguf  # brings torch, which a config.json does without
 
     gguf = read_gguf(path)

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from nanoinfer.configs.config import SHAPES, ModelConfig, check_runnable
-from nanoinfer.configs.huggingface import from_hf, read_json
+from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, ModelError, TokenizerError, nearest
 from nanoinfer.models import fetch
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
@@ -25,7 +25,7 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import build, n_parameters
 from nanoinfer.models.weights import assemble, load_folder, random_state
 from nanoinfer.sampling.params import check_seed
-from nanoinfer.store import cache_dir
+from nanoinfer.store import cache_dir, read_json
 from nanoinfer.text.tokenizer import Tokenizer, gguf_eos_ids
 from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
 
@@ -183,7 +183,7 @@ def _hub(name: str, repo: str, revision: str, device: torch.device, dtype: torch
 
 def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, source: str) -> LoadedModel:
     file = folder / "config.json"
-    config = from_hf(read_json(file), str(file))
+    config = from_hf(read_json(file, ModelError), str(file))
     check_runnable(config, str(folder))
     tokenizer = _if_supported(folder, lambda: Tokenizer.from_folder(folder))
     model = assemble(config, load_folder(folder, config, dtype), device)

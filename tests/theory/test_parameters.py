@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoinfer.configs.catalog import ACTIVE, MODELS
+from nanoinfer.configs.catalog import MODELS
 from nanoinfer.configs.config import MLA, SHAPES, ModelConfig, MoE, SlidingWindow, every
 from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, ModelError, RequestError
@@ -82,6 +82,21 @@ def test_every_option_equals_transformers(family: str, values: dict[str, Any]) -
     built, saved = transformers_count(family, values)
     assert a.parameters(from_hf(saved)) == built
     assert a.parameters(from_hf({"model_type": family, **values})) == built
+
+
+#: Parameters that a token uses, in billions as the model cards print them, without the input embedding
+#: (Mixtral's and Qwen's count it: the flag).
+ACTIVE: dict[str, tuple[float, float, bool]] = {
+    "Mixtral-8x7B": (12.9, 0.05, True),
+    "Mixtral-8x22B": (39, 0.5, True),
+    "Qwen3-30B-A3B": (3.3, 0.06, True),
+    "Qwen3-235B-A22B": (22, 0.5, True),
+    "DeepSeek-V2-Lite": (2.4, 0.06, False),
+    "DeepSeek-V2": (21, 0.5, False),
+    "DeepSeek-V3": (37, 0.5, False),
+    "gpt-oss-20b": (3.61, 0.005, False),
+    "gpt-oss-120b": (5.13, 0.005, False),
+}
 
 
 @pytest.mark.parametrize("name", ACTIVE)
