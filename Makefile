@@ -1,8 +1,8 @@
 # Two commands matter: `make book` and `make test`. Both make the environment first, in .venv, and use it again the next time.
 .POSIX:
 .SUFFIXES:
-.NOTPARALLEL: # what runs beside a measurement spoils it
-.PHONY: help book test raytest lint smoke lab clean
+.NOTPARALLEL: # what runs next to a measurement spoils it
+.PHONY: help book test test-all raytest lint smoke lab clean
 
 PY = .venv/bin/python
 STAMP = .venv/.nanoinfer-installed
@@ -10,6 +10,8 @@ LOCK = requirements.lock
 PROFILE = laptop
 # make counts what it leaves out: these tests need a GPU, a browser, Ray or the open internet
 HERE = not gpu and not browser and not ray and not network
+# two workers; the tests of a file stay together, and with them the models and servers that they share
+TWO = -n 2 --dist loadfile
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 export DO_NOT_TRACK = 1
@@ -18,13 +20,16 @@ export GOMP_SPINCOUNT = 10000
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 help: ## say what there is
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1: /'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1: /'
 
 book: $(STAMP) ## run every chapter on this machine and build the book into _build/html
 	@$(PY) -m nanoinfer book --profile $(PROFILE)
 
-test: $(STAMP) ## run the test suite (all but what needs a GPU, a browser, Ray or the open internet)
-	@$(PY) -m pytest -m "$(HERE)"
+test: $(STAMP) ## run the quick tests, some minutes (what needs a GPU, a browser, Ray or the open internet is left out)
+	@$(PY) -m pytest $(TWO) -m "$(HERE) and not slow"
+
+test-all: $(STAMP) ## run the slow tests too, and with all of Hypothesis' examples
+	@HYPOTHESIS_PROFILE=ci $(PY) -m pytest $(TWO) -m "$(HERE)"
 
 # Ray is not in the lock: it gets an environment of its own, on top of the project's.
 raytest: $(STAMP) ## the tests that need Ray, some minutes
@@ -64,9 +69,6 @@ $(STAMP): $(LOCK) pyproject.toml
 	  echo "Making .venv with $$($$found -V) ($$found)"; \
 	  rm -rf .venv; $$found -m venv .venv; \
 	fi; \
-	install() { $(PY) -m pip install --quiet --progress-bar off "$$@" || { \
-	  echo "The environment is not complete: pip's reason stands above. Mend it and run make again; it goes on where it stopped." >&2; exit 1; }; }; \
-	echo "Installing 1/3: PyTorch (the largest, some minutes on a slow line)"; install -c $(LOCK) torch; \
-	echo "Installing 2/3: the other packages of $(LOCK)"; install -r $(LOCK); \
-	echo "Installing 3/3: nanoinfer itself"; install --no-deps --no-build-isolation -e .; \
+	$(PY) scripts/install.py || { \
+	  echo "The environment is not complete: pip's reason stands above. Mend it and run make again; it goes on where it stopped." >&2; exit 1; }; \
 	touch $@; echo "The environment is ready: .venv"

@@ -69,6 +69,7 @@ def bare(tmp_path: Path) -> Path:
     """A machine with make and a few plain tools; the test adds its Pythons to ``bin``."""
     for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         shutil.copy2(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
     for tool in ("sh", "rm", "touch", "mkdir", "cat", "chmod", "make"):
         os.symlink(shutil.which(tool) or pytest.fail(f"{tool} is not installed"), tmp_path / "bin" / tool)
@@ -104,5 +105,5 @@ def test_make_passes_over_a_shim_and_says_where_pip_failed(bare: Path) -> None:
 
 def test_make_help_lists_the_commands() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("book", "test", "lint", "smoke", "lab", "clean"):
+    for target in ("book", "test", "test-all", "lint", "smoke", "lab", "clean"):
         assert f"make {target}:" in done.stdout
