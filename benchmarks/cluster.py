@@ -86,7 +86,7 @@ async def under_load(
         open_loop(
             target,
             schedule_at(works, constant(rate_s)),
-            watch=lambda trace: ended.append((now(), trace)),
+            on_done=lambda trace: ended.append((now(), trace)),
             timeout_s=120,
         ),
         strike(),

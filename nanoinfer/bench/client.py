@@ -1,8 +1,9 @@
 """A server behind an OpenAI-compatible API, as a target: vLLM, SGLang, llama.cpp, a hosted one, or our own.
 
 A client must not become what is measured. So there is no cap on connections (a pool of 100 turns the 101st user
-into a queue that nobody sees), no task and no timer for a chunk, and the time of a chunk is taken before anything is
-done with it. Proxies are those that the environment names, looked up once.
+into a hidden queue), no task and no timer for a chunk, and the time of a chunk is taken before anything is done with
+it. Proxies are those that the environment names, looked up once: aiohttp's ``trust_env`` looks again for each request
+(about 0.15 ms of it), reads ``~/.netrc``, and would send loopback through a proxy.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from contextlib import suppress
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit, urlunsplit
 
-from nanoinfer.bench.sse import Events
-from nanoinfer.bench.stream import Answer, about, words
+from nanoinfer.bench.stream import SSEParser, StreamRecorder, error_text, estimate_tokens
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
@@ -30,7 +30,7 @@ except ModuleNotFoundError:  # pragma: no cover
 Endpoint = Literal["completions", "chat"]
 
 PATHS = {"completions": "completions", "chat": "chat/completions"}
-#: What is asked for beyond the plain API. A server that answers 400 is asked again without, one by one from the left.
+#: Fields beyond the plain API. Where a server answers 400, they are left out one by one, from the left.
 EXTENSIONS = ("continuous_usage_stats", "ignore_eos", "stream_options")
 #: Seconds that a connection is kept for the next request: below the 5 after which many servers close theirs.
 KEEP_S = 2.0
@@ -46,12 +46,12 @@ class HttpTarget:
     Args:
         url: the server (``http://host:8000``), its API (``https://host/api/v1``), or the full address of an endpoint.
         model: its name there; :meth:`connect` finds one.
-        endpoint: ``completions`` (texts or token ids) or ``chat`` (texts, as one message of a user). None takes what
-            the address says, else completions.
+        endpoint: ``completions`` (texts or token ids) or ``chat`` (texts, as one message of a user). None takes that
+            of the address, else completions.
         api_key: sent as a bearer token.
-        ignore_eos: ask for exactly ``output`` tokens, where the server knows how; what it served is what counts.
-        count: tokens of a text, for servers that do not tell. Without, four characters are taken for one.
-        extra: more fields of the request's body; None takes one away.
+        ignore_eos: ask for exactly ``output`` tokens, where the server can; the tokens it served are what counts.
+        count: tokens of a text, for servers that send no counts; without, an estimate.
+        extra: more fields of the request's body; None removes a field.
 
     Raises:
         RequestError: an address, a key or an endpoint that cannot be used.
@@ -78,13 +78,14 @@ class HttpTarget:
         self.url, self.model, self.endpoint = f"{self.base}/{PATHS[endpoint]}", model, endpoint
         self.name = f"{model} at {self.base}"
         self.messages: dict[str, str] = {}
-        self._count, self._extra = count or about, dict(extra or {})
-        self._asks = self._all_asks = EXTENSIONS if ignore_eos else tuple(e for e in EXTENSIONS if e != "ignore_eos")
-        self._is_settled = False  # whether what may be asked for is known
+        self._count, self._extra = count or estimate_tokens, dict(extra or {})
+        self._all_extensions = tuple(name for name in EXTENSIONS if ignore_eos or name != "ignore_eos")
+        self._extensions = self._all_extensions
+        self._is_settled = False  # whether the server has accepted a request with these
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._proxy = _proxy(self.base)
+        self.proxy = _proxy(self.base)
         self._client: aiohttp.ClientSession | None = None
 
     @classmethod
@@ -96,10 +97,10 @@ class HttpTarget:
         Args:
             url: as for the class; so are the ``options``.
             model: None takes the first that the server offers.
-            timeout_s: how long it may take, in seconds; a server that is still loading takes long.
+            timeout_s: seconds; a server that is still loading takes long.
 
         Raises:
-            RequestError: no server there, an unknown model, a refused key: whatever it said.
+            RequestError: no server there, an unknown model, a refused key, with the server's own text.
         """
         target = cls(url, model=model or "", **options)
         try:
@@ -120,32 +121,32 @@ class HttpTarget:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was asked of which server; no key."""
+        """Which server, model and request fields; no key."""
         return {
             "url": self.url,
             "model": self.model,
             "endpoint": self.endpoint,
-            "extensions": list(self._asks),
+            "extensions": list(self._extensions),
             "extra": self._extra,
-            "is_proxied": self._proxy is not None,
+            "is_proxied": self.proxy is not None,
         }
 
     async def send(self, work: WorkItem, trace: Trace) -> None:
-        """Send one request and read its answer to the end; see :class:`nanoinfer.bench.target.Target`."""
-        answer = Answer(trace, self._count)
+        """Send one request and read its answer to the end; see :class:`nanoinfer.bench.loadgen.Target`."""
+        recorder = StreamRecorder(trace, self._count)
         if not isinstance(work.prompt, str):
             trace.prompt_tokens = len(work.prompt)
         try:
-            while not await self._try(work, trace, answer):
+            while not await self._try(work, trace, recorder):
                 pass
         except asyncio.CancelledError:
-            if trace.t_end is None:  # else the answer was there, and only the connection was waited for
+            if trace.t_end is None:  # else the answer had ended, and only the connection was waited for
                 trace.status = "cancelled"
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            self._fail(trace, *_kind(error, bool(trace.chunks)))
+            self._fail(trace, *_classify(error, bool(trace.chunks)))
         finally:
-            answer.close()
+            recorder.close()
             if trace.t_end is None:
                 trace.t_end = now()
 
@@ -155,58 +156,58 @@ class HttpTarget:
             await self._client.close()
             self._client = None
 
-    async def _try(self, work: WorkItem, trace: Trace, answer: Answer) -> bool:
-        """One attempt; False where the server refused an extension, and it is worth asking again without."""
-        asks = self._asks
-        body = self._body(work, asks)
+    async def _try(self, work: WorkItem, trace: Trace, recorder: StreamRecorder) -> bool:
+        """One attempt; False where the server refused an extension, and it is worth another without."""
+        extensions = self._extensions
+        body = self._body(work, extensions)
         trace.t_sent = now()
-        async with self._session.post(self.url, data=body, proxy=self._proxy) as response:
+        async with self._session.post(self.url, data=body, proxy=self.proxy) as response:
             if response.status == 200:
-                await self._read(response, trace, answer)
+                await self._read(response, trace, recorder)
                 self._is_settled = True
                 return True
-            said = words(_parsed(await response.content.read(4096)))
+            message = error_text(_json_or_text(await response.content.read(4096)))
             if response.status in (400, 422) and not self._is_settled:
-                if asks:
-                    if self._asks is asks:  # nobody else has taken one away meanwhile
-                        self._asks = asks[1:]
+                if extensions:
+                    if self._extensions is extensions:  # no other request has removed one meanwhile
+                        self._extensions = extensions[1:]
                     return False
-                self._asks = self._all_asks  # that was not it
-            self._fail(trace, f"http {response.status}", said)
+                self._extensions = self._all_extensions  # they were not the reason
+            self._fail(trace, f"http {response.status}", message)
             if response.status in REJECTIONS:
                 trace.status = "rejected"
             return True
 
-    async def _read(self, response: aiohttp.ClientResponse, trace: Trace, answer: Answer) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, trace: Trace, recorder: StreamRecorder) -> None:
         if response.content_type == "application/json":
             self._fail(trace, "no stream", "the server answered with a whole JSON document instead of a stream")
             return
-        events, content = Events(), response.content
-        while not answer.is_done and answer.error is None:
+        parser, content = SSEParser(), response.content
+        while not recorder.is_done and recorder.error is None:
             read = await content.readany()
             t = now()
-            found = events.feed(read)
+            events = parser.feed(read)
             if not read:
-                found = [last] if (last := events.end()) is not None else []
-            for data in found:
-                answer.take(data, t)
+                events = [last] if (last := parser.end()) is not None else []
+            for data in events:
+                recorder.take(data, t)
             if not read:
                 break
         trace.t_end = t
-        if answer.error is not None:
-            self._fail(trace, "error frame", answer.error)
-        elif not (answer.is_done or answer.is_finished):
+        if recorder.error is not None:
+            self._fail(trace, "error frame", recorder.error)
+        elif not (recorder.is_done or recorder.is_finished):
             self._fail(trace, "cut off", "the stream ended before the answer did")
         elif not content.at_eof():  # read on to the end, or the connection cannot be used again
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_BYTES_S):
                     await content.readany()
 
-    def _fail(self, trace: Trace, kind: str, said: str) -> None:
+    def _fail(self, trace: Trace, kind: str, message: str) -> None:
         trace.status, trace.error = "error", kind
-        self.messages.setdefault(kind, said or kind)
+        self.messages.setdefault(kind, message or kind)
 
-    def _body(self, work: WorkItem, asks: tuple[str, ...]) -> bytes:
+    def _body(self, work: WorkItem, extensions: tuple[str, ...]) -> bytes:
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": work.output, "temperature": 0}
         if self.endpoint == "completions":
             body["prompt"] = work.prompt if isinstance(work.prompt, str) else list(work.prompt)
@@ -214,11 +215,11 @@ class HttpTarget:
             body["messages"] = [{"role": "user", "content": work.prompt}]
         else:
             raise RequestError("chat takes texts, not token ids; use the completions endpoint, or prompts of words")
-        if "stream_options" in asks:
+        if "stream_options" in extensions:
             body["stream_options"] = {"include_usage": True}
-            if "continuous_usage_stats" in asks:
+            if "continuous_usage_stats" in extensions:
                 body["stream_options"]["continuous_usage_stats"] = True
-        if "ignore_eos" in asks:
+        if "ignore_eos" in extensions:
             body["ignore_eos"] = True
         body |= self._extra
         return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
@@ -228,7 +229,7 @@ class HttpTarget:
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S, ttl_dns_cache=300),
-                timeout=aiohttp.ClientTimeout(total=None),  # whoever sends sets the limit
+                timeout=aiohttp.ClientTimeout(total=None),  # the load session sets the limit
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
@@ -236,20 +237,20 @@ class HttpTarget:
 
     async def _first_model(self) -> str:
         try:
-            async with self._session.get(f"{self.base}/models", proxy=self._proxy) as response:
-                found = _parsed(await response.read())
+            async with self._session.get(f"{self.base}/models", proxy=self.proxy) as response:
+                body = _json_or_text(await response.read())
             if response.status != 200:
-                raise RequestError(f"{self.base}/models: http {response.status}: {words(found)}")
-            return str(found["data"][0]["id"])
+                raise RequestError(f"{self.base}/models: http {response.status}: {error_text(body)}")
+            return str(body["data"][0]["id"])
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            _, said = _kind(error, False)
-            raise RequestError(f"{self.base}: {said}") from None
+            _, message = _classify(error, False)
+            raise RequestError(f"{self.base}: {message}") from None
         except (LookupError, TypeError):
             raise RequestError(f"{self.base}/models names no model: say which") from None
 
 
-def _kind(error: Exception, has_begun: bool) -> tuple[str, str]:
-    """The short name of what went wrong on the way, and the words for it."""
+def _classify(error: Exception, has_begun: bool) -> tuple[str, str]:
+    """A connection error's short name and its message."""
     if isinstance(error, aiohttp.ClientSSLError):
         return "tls", str(error)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientProxyConnectionError):
@@ -261,8 +262,7 @@ def _kind(error: Exception, has_begun: bool) -> tuple[str, str]:
     return "bad frame", str(error)
 
 
-def _parsed(body: bytes) -> Any:
-    """A body as JSON, or as the text that it is."""
+def _json_or_text(body: bytes) -> Any:
     try:
         return json.loads(body)
     except ValueError:
@@ -270,7 +270,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _base(url: str) -> str:
-    """The address of the API, whatever part of it was given, without a name and password in it."""
+    """The address of the API from any part of it. Refuses a name and password in it."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         is_usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0

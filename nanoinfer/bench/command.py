@@ -1,26 +1,39 @@
-"""What ``nanoinfer bench`` does: the client's own floor first, then the load, then what is kept of it."""
+"""What ``nanoinfer bench`` does: measure the client's own floor, then send the load, then keep and report it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import sys
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from nanoinfer.bench.loadgen import closed_loop, open_loop
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from nanoinfer.bench.loadgen import Target, closed_loop, open_loop
 from nanoinfer.bench.options import BenchConfig, LoadPlan
-from nanoinfer.bench.progress import Progress
 from nanoinfer.bench.run import Run, save_run
 from nanoinfer.bench.sweep import Sweep, named, sweep
-from nanoinfer.bench.target import Target
 from nanoinfer.log import say
+from nanoinfer.measure import metrics
+from nanoinfer.measure.clock import now
+from nanoinfer.measure.stats import least_n, percentile
+from nanoinfer.measure.trace import Trace
 from nanoinfer.show.text import ms
 from nanoinfer.store import write_whole
 
 if TYPE_CHECKING:
     from nanoinfer.engines.continuous import ContinuousEngine
+
+#: Requests that the running percentiles are of, and their metrics.
+LAST: Final = 1000
+SHOWN: Final = ("ttft", "tpot")
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -70,15 +83,21 @@ async def _load(
 ) -> Run:
     """Send one level's load."""
     config, level = plan.config, plan.levels[index]
-    warm, works = plan.work(index, vocab_size)
+    warm, items = plan.work(index, vocab_size)
     settings = plan.settings(index) | ({} if floor is None else {"floor": floor})
-    total = len(works) if isinstance(works, list) else plan.most
+    total = len(items) if isinstance(items, list) else plan.most
     with Progress(named(plan.kind, level), None if total is None else total + len(warm)) as progress:
-        common: dict[str, Any] = {"warmup": warm, "timeout_s": config.timeout, "watch": progress, "settings": settings}
-        if isinstance(works, list):
-            return await open_loop(target, works, seconds=config.seconds, **common)
-        common |= {"users": int(level), "think_s": config.think or 0.0, "requests": plan.most}
-        return await closed_loop(target, works, seconds=config.seconds, **common)
+        common: dict[str, Any] = {
+            "warmup": warm,
+            "seconds": config.seconds,
+            "timeout_s": config.timeout,
+            "on_done": progress,
+            "settings": settings,
+        }
+        if isinstance(items, list):
+            return await open_loop(target, items, **common)
+        think_s = config.think or 0.0
+        return await closed_loop(target, items, users=int(level), think_s=think_s, requests=plan.most, **common)
 
 
 async def _floor(plan: LoadPlan) -> dict[str, Any]:
@@ -86,20 +105,20 @@ async def _floor(plan: LoadPlan) -> dict[str, Any]:
     from nanoinfer.bench.overhead import measure_floor
 
     most = plan.most_level
-    found = await (measure_floor(streams=int(most)) if plan.kind == "users" else measure_floor(rate=most))
-    words = [f"{ms(found.overhead_mean_s)} ms a chunk (p99 {ms(found.overhead_p99_s)} ms)"]
-    if found.send_lag_p99_s is not None:
-        words.append(f"send lag p99 {ms(found.send_lag_p99_s)} ms")
-    words.append(f"{found.cpu_share:.0%} of a core")
-    say(f"the client's own floor at {named(plan.kind, most)}, against a mock: {', '.join(words)}")
-    for problem in found.problems():
+    floor = await (measure_floor(streams=int(most)) if plan.kind == "users" else measure_floor(rate=most))
+    figures = [f"{ms(floor.overhead_mean_s)} ms a chunk (p99 {ms(floor.overhead_p99_s)} ms)"]
+    if floor.send_lag_p99_s is not None:
+        figures.append(f"send lag p99 {ms(floor.send_lag_p99_s)} ms")
+    figures.append(f"{floor.cpu_share:.0%} of a core")
+    say(f"the client's own floor at {named(plan.kind, most)}, against a mock: {', '.join(figures)}")
+    for problem in floor.problems():
         say(f"the client is beyond its error budget there: {problem}")
-    return found.as_json()
+    return floor.as_json()
 
 
 @asynccontextmanager
 async def open_target(config: BenchConfig, engine: ContinuousEngine | None) -> AsyncIterator[Target]:
-    """The server, asked once whether it answers, or the engine in this process."""
+    """The server, once it has answered a small request, or the engine in this process."""
     target: Target
     if engine is not None:
         from nanoinfer.bench.engine_target import EngineTarget
@@ -122,11 +141,10 @@ def load_engine(config: BenchConfig) -> ContinuousEngine:
     from nanoinfer.engines.load import load
     from nanoinfer.optimize.options import Optimizations
 
-    words = config.speed
-    speed = {} if words is None else {"speed": Optimizations.parse(words)}
+    speed = {} if config.speed is None else {"speed": Optimizations.parse(config.speed)}
     engine = load(
         config.target,
-        "auto" if words is None else "continuous",
+        "auto" if config.speed is None else "continuous",
         device=config.device or "cpu",
         dtype=config.dtype or "bfloat16",
         seed=config.seed,
@@ -136,9 +154,84 @@ def load_engine(config: BenchConfig) -> ContinuousEngine:
     return engine
 
 
-def _write(out: Path, found: Run | Sweep, record: dict[str, Any]) -> None:
+def _write(out: Path, result: Run | Sweep, record: dict[str, Any]) -> None:
     from nanoinfer.bench.report import html
 
     write_whole(out / "summary.json", json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    write_whole(out / "report.html", html(found, record))
+    write_whole(out / "report.html", html(result, record))
     say(f"kept in {out}")
+
+
+class Progress:
+    """Counts and running percentiles of a run, on standard error (``with Progress(...) as progress:``).
+
+    It is called with each trace as it ends, in the event loop that also reads the chunks. So drawing is kept short (a
+    line, twice a second at most, over the last thousand requests) and is not moved to a thread, which would take the
+    interpreter at a moment of its own choice. What it costs shows among the loop's stalls.
+
+    Args:
+        title: what runs.
+        total: requests that will come, where that is known.
+        stream: standard error if not given. Where it is no terminal, whole lines come out, and fewer.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, title: str, total: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = now
+    ) -> None:
+        self.title, self.total = title, total
+        self._stream = sys.stderr if stream is None else stream
+        self._live: Live | None = None
+        if self._stream.isatty():
+            console = Console(file=self._stream)
+            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+        self._every_s = 0.5 if self._live else 5.0
+        self._clock, self._begun = clock, clock()
+        self._drawn = self._begun
+        self._ended: Counter[str] = Counter()
+        self._tokens = 0
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=LAST) for name in SHOWN}
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+        if self._ended:
+            print(self.line(), file=self._stream, flush=True)
+
+    def __call__(self, trace: Trace) -> None:
+        """Count a request that has ended, and draw if it is time."""
+        self._ended[trace.status] += 1
+        self._tokens += metrics.output_tokens(trace)
+        if trace.status == "ok":
+            for name, values in self._last.items():
+                if (value := metrics.metric_named(name)(trace)) is not None:
+                    values.append(value)
+        if (time := self._clock()) - self._drawn >= self._every_s:
+            self._drawn = time
+            if self._live:
+                self._live.update(Text(self.line(), overflow="ellipsis", no_wrap=True), refresh=True)
+            else:
+                print(self.line(), file=self._stream, flush=True)
+
+    def line(self) -> str:
+        """The figures so far."""
+        done, seconds = sum(self._ended.values()), self._clock() - self._begun
+        counted = f"{done:,}" if self.total is None else f"{done:,} of {self.total:,}"
+        rate = f", {self._tokens / seconds:,.0f} tok/s" if seconds > 0 else ""
+        failed = ", ".join(f"{n} {status}" for status, n in self._ended.items() if status != "ok")
+        percentiles = [f"{name.upper()} {self._percentiles(name)}" for name in SHOWN]
+        return " | ".join([f"{self.title}: {counted} ended{rate}", *([failed] if failed else []), *percentiles])
+
+    def _percentiles(self, name: str) -> str:
+        values = sorted(self._last[name])
+        if not values:
+            return "not measured yet"
+        shown = [q for q in (50.0, 90.0, 99.0) if q == 50 or len(values) >= least_n(q)]
+        return " ".join([*(f"p{q:g} {ms(percentile(values, q))}" for q in shown), "ms"])

@@ -42,7 +42,7 @@ class EngineTarget:
         }
 
     async def send(self, work: WorkItem, trace: Trace) -> None:
-        """Submit one request and read its events; see :class:`nanoinfer.bench.target.Target`."""
+        """Submit one request and read its events; see :class:`nanoinfer.bench.loadgen.Target`."""
         trace.t_sent = now()
         stream = None
         try:
@@ -65,12 +65,13 @@ class EngineTarget:
         finally:
             trace.t_end = now()
             if stream is not None:
-                own = stream.requests[0].trace
-                trace.t_start, trace.cached_tokens, trace.preemptions = own.t_start, own.cached_tokens, own.preemptions
+                served = stream.requests[0].trace
+                trace.t_start, trace.cached_tokens = served.t_start, served.cached_tokens
+                trace.preemptions = served.preemptions
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close: the engine belongs to the caller."""
 
-    def _fail(self, trace: Trace, kind: str, said: str) -> None:
+    def _fail(self, trace: Trace, kind: str, message: str) -> None:
         trace.status, trace.error = "error", kind
-        self.messages.setdefault(kind, said)
+        self.messages.setdefault(kind, message)

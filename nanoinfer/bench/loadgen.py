@@ -1,100 +1,130 @@
 """Sending a load and keeping its records: the open loop and the closed one.
 
-In an open loop requests come when they come, however the server fares: their times are fixed beforehand, and none is
-skipped or put off. In a closed loop each of some users waits for an answer before asking again, so a slow server is
-asked less; what it would have kept waiting never shows. Both note when a request was due and when it was really sent.
+In an open loop requests are sent at times that are fixed beforehand, however the server fares, and none is skipped or
+put off. In a closed loop each of some users waits for an answer before asking again, so a slow server is asked less;
+what it would have kept waiting never shows. Both note when a request was due and when it was really sent.
 
-Warm-up requests come first and the measured ones follow without a pause, so the window opens on a house that is as
-full as it will be. The two have different prompts, or the prefix cache would answer for the model.
+Warm-up requests come first and the measured ones follow without a pause, so that the window opens under full load.
+The two have different prompts, or the prefix cache would answer for the model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final, Protocol
 
-from nanoinfer.bench.run import Run
-from nanoinfer.bench.sending import Sending, Watch, until
-from nanoinfer.bench.target import Target
-from nanoinfer.errors import RequestError
+from nanoinfer.bench.run import ClientHealth, Run
+from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
+from nanoinfer.measure.environment import provenance
+from nanoinfer.measure.trace import Trace
 from nanoinfer.workload.items import WorkItem
 
 #: Seconds after which a user of a closed loop comes again whose request failed, perhaps at once.
-AFTER_FAILURE_S = 1.0
+AFTER_FAILURE_S: Final = 1.0
+#: Seconds between two looks at how late the event loop is.
+TICK_S: Final = 0.01
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Target(Protocol):
+    """What a load is sent to: a server, or an engine in this process.
+
+    ``settings`` is how it is set up, as JSON, without secrets. ``messages`` holds, for each kind of error that its
+    traces name, the text that first came with it.
+    """
+
+    name: str
+    messages: dict[str, str]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Kept in a stored run."""
+
+    async def send(self, work: WorkItem, trace: Trace) -> None:
+        """Serve one request and fill its trace, all times as :func:`nanoinfer.measure.clock.now` gives them.
+
+        What the server does wrong goes into the trace and is never raised. A cancelled one notes ``t_end`` and
+        status ``cancelled`` before it lets CancelledError pass.
+
+        Raises:
+            RequestError: work that can never be sent there, a mistake of the user.
+        """
+
+    async def close(self) -> None:
+        """Close connections."""
 
 
 async def open_loop(
     target: Target,
-    works: Sequence[WorkItem],
+    items: Sequence[WorkItem],
     *,
     warmup: Sequence[WorkItem] = (),
     seconds: float | None = None,
     timeout_s: float = 600.0,
-    watch: Watch | None = None,
+    on_done: Callable[[Trace], None] | None = None,
     settings: Mapping[str, Any] = _NONE,
 ) -> Run:
-    """Send each work at its time, whatever has become of those before.
+    """Send each item at its time, whatever has become of those before.
 
     Args:
         target: what to send to; stays open.
-        works: with their times, from the opening of the window.
-        warmup: sent before, by times of their own; the window opens where their schedule ends. Where they are
+        items: with their times, from the opening of the window.
+        warmup: sent before, at times of their own; the window opens where their schedule ends. Where they are
             all due at once, it opens when all have ended.
-        seconds: length of the window. None: that of the schedule, a mean gap longer than its last request is
-            late, so that requests over window is the rate; where all are due at once, until the last has ended.
+        seconds: length of the window. None: that of the schedule, which ends a mean gap after its last request, so
+            that requests over window is the rate; where all are due at once, until the last has ended.
         timeout_s: seconds that a request may take before it is given up.
-        watch: called with each trace when it has ended.
-        settings: kept in the run, beside what is known here.
+        on_done: called with each trace when it has ended.
+        settings: kept in the run, together with what is known here.
 
     Returns:
         the run; after Ctrl-C (or another cancellation) what there is of it, ``interrupted``.
 
     Raises:
-        RequestError: before anything is sent, for times before 0 or beyond the window, or a warm-up prompt that
+        RequestError: before anything is sent, for times before 0 or after the window, or a warm-up prompt that
             is measured too.
     """
-    warm, ordered = _by_time(warmup), _by_time(works)
+    warm, ordered = _by_time(warmup), _by_time(items)
     if not ordered:
         raise RequestError("there is no request to send")
-    length = _span(ordered) if seconds is None else _above_0("seconds", seconds)
-    if seconds is not None and ordered[-1].at >= seconds:
-        raise RequestError(f"a request is due at {ordered[-1].at:g} s, after the window of {seconds:g} s")
-    seen = {_key(work) for work in warm}
-    for work in ordered:
-        _refuse_seen(work, seen)
-    opened: float | None = None  # on the clock
+    if seconds is not None:
+        check("seconds", seconds, above=0)
+        if ordered[-1].at >= seconds:
+            raise RequestError(f"a request is due at {ordered[-1].at:g} s, after the window of {seconds:g} s")
+    session = LoadSession(target, warm, timeout_s, on_done)
+    for item in ordered:
+        session.refuse_warm(item)
 
-    async def drive(load: Sending, group: asyncio.TaskGroup) -> None:
-        nonlocal opened
+    async def drive(group: asyncio.TaskGroup) -> None:
         tasks = []
-        for work in warm:
-            await until(due := load.zero + work.at)
-            tasks.append(group.create_task(load.send(work, due)))
+        for item in warm:
+            await sleep_until(due := session.zero + item.at)
+            tasks.append(group.create_task(session.send(item, due)))
         if tasks and _span(warm) == 0:
             await asyncio.wait(tasks)
             opened = now()
         else:
-            opened = load.zero + _span(warm)
+            opened = session.zero + _span(warm)
+        session.opened = opened
         tasks.clear()
-        for work in ordered:
-            await until(due := opened + work.at)
-            group.create_task(load.send(work, due))
+        for item in ordered:
+            await sleep_until(due := opened + item.at)
+            group.create_task(session.send(item, due))
 
-    load = Sending(target, timeout_s, watch)
-    await load.run(drive)
-    known = {"loop": "open", "requests": len(works), "seconds": seconds}
-    return load.result(opened, length, known, len(warm), settings)
+    await session.run(drive)
+    load = {"loop": "open", "requests": len(items), "seconds": seconds}
+    return session.result(_span(ordered) if seconds is None else seconds, load, settings)
 
 
 async def closed_loop(
     target: Target,
-    works: Iterable[WorkItem],
+    items: Iterable[WorkItem],
     *,
     users: int,
     think_s: float = 0.0,
@@ -102,82 +132,193 @@ async def closed_loop(
     requests: int | None = None,
     warmup: Sequence[WorkItem] = (),
     timeout_s: float = 600.0,
-    watch: Watch | None = None,
+    on_done: Callable[[Trace], None] | None = None,
     settings: Mapping[str, Any] = _NONE,
 ) -> Run:
-    """Let some users each send a work, wait for its end, think, and send the next.
+    """Let some users each send an item, wait for its end, think, and send the next; the run as of :func:`open_loop`.
 
     A request is due the moment its user is ready for it. A user whose request failed pauses for a second at least:
     a server that refuses at once would otherwise be asked as fast as this machine can.
 
     Args:
-        target: what to send to; stays open.
-        works: taken one after another, their times ignored; may have no end where ``seconds`` or ``requests`` is set.
+        target: as there, and so are ``timeout_s``, ``on_done`` and ``settings``.
+        items: taken in order, their times ignored; may have no end where ``seconds`` or ``requests`` is set.
         users: how many.
         think_s: seconds from an answer's end to its user's next request.
-        seconds: length of the window: who is ready after it sends no more. None: until the last has ended.
+        seconds: length of the window: users who are ready later send no more. None: until the last has ended.
         requests: how many to send in all, warm-up aside.
-        warmup: what the users send first; the window opens with the first work after these.
-        timeout_s: as for :func:`open_loop`, and so are ``watch`` and ``settings``.
-
-    Returns:
-        the run, as for :func:`open_loop`.
+        warmup: what the users send first; the window opens with the first item after these.
+        timeout_s: see above.
+        on_done: see above.
+        settings: see above.
 
     Raises:
         RequestError: numbers that make no load, or a warm-up prompt that is measured too.
     """
-    if users < 1 or think_s < 0 or (requests is not None and requests < 1):
-        raise RequestError(
-            f"users and requests must be at least 1 and think time 0, got {users}, {requests}, {think_s}"
-        )
-    if seconds is None and requests is None and not isinstance(works, Sequence):
+    check("users", users, at_least=1)
+    check("think_s", think_s, at_least=0)
+    if requests is not None:
+        check("requests", requests, at_least=1)
+    if seconds is not None:
+        check("seconds", seconds, above=0)
+    elif requests is None and not isinstance(items, Sequence):
         raise RequestError("a closed loop over work without end needs a number of requests, or seconds")
-    length = math.inf if seconds is None else _above_0("seconds", seconds)
-    first, source, seen = deque(warmup), iter(works), {_key(work) for work in warmup}
-    opened: float | None = None
+    length = math.inf if seconds is None else seconds
+    session = LoadSession(target, warmup, timeout_s, on_done)
+    first, source = deque(warmup), iter(items)
     taken, ran_out = 0, False
 
     def take(ready: float) -> tuple[WorkItem, float] | None:
-        """The next work for a user who is ready, and when it is due."""
-        nonlocal opened, taken, ran_out
+        """The next item for a user who is ready, and when it is due."""
+        nonlocal taken, ran_out
         if first:
             return first.popleft(), ready
-        if opened is None:  # behind all of the warm-up
-            opened = math.nextafter(max(ready, now()), math.inf) if warmup else ready
-        ready = max(ready, opened)
-        if taken == requests or ready >= opened + length:
+        if session.opened is None:  # all of the warm-up is taken
+            session.opened = math.nextafter(max(ready, now()), math.inf) if warmup else ready
+        ready = max(ready, session.opened)
+        if taken == requests or ready >= session.opened + length:
             return None
-        if (work := next(source, None)) is None:
+        if (item := next(source, None)) is None:
             ran_out = True
             return None
-        _refuse_seen(work, seen)
+        session.refuse_warm(item)
         taken += 1
-        return work, ready
+        return item, ready
 
-    async def user(load: Sending) -> None:
-        ready = load.zero
-        while (next_one := take(ready)) is not None:
-            work, due = next_one
-            await until(due)
-            trace = await load.send(work, due)
+    async def user() -> None:
+        ready = session.zero
+        while (taken_item := take(ready)) is not None:
+            item, due = taken_item
+            await sleep_until(due)
+            trace = await session.send(item, due)
             pause = think_s if trace.status == "ok" else max(think_s, AFTER_FAILURE_S)
-            ready = load.zero + (trace.t_end or 0.0) + pause
+            ready = session.zero + (trace.t_end or 0.0) + pause
 
-    async def drive(load: Sending, group: asyncio.TaskGroup) -> None:
+    async def drive(group: asyncio.TaskGroup) -> None:
         for _ in range(users):
-            group.create_task(user(load))
+            group.create_task(user())
 
-    load = Sending(target, timeout_s, watch)
-    await load.run(drive)
-    known: dict[str, Any] = {
+    await session.run(drive)
+    load = {
         "loop": "closed",
         "users": users,
         "think_s": think_s,
         "requests": requests,
         "seconds": seconds,
     }
-    known["ran_out"] = ran_out  # of works, before the time was up
-    return load.result(opened, 0.0 if seconds is None or ran_out else length, known, len(warmup), settings)
+    load["ran_out"] = ran_out  # of items, before the time was up
+    return session.result(0.0 if seconds is None or ran_out else length, load, settings)
+
+
+class LoadSession:
+    """Requests under way, each sent as a task of its own and timed, and the records of those that have ended.
+
+    ``zero`` is the run's start on the clock, ``opened`` that of the measured window once it has come.
+    """
+
+    def __init__(
+        self, target: Target, warmup: Sequence[WorkItem], timeout_s: float, on_done: Callable[[Trace], None] | None
+    ) -> None:
+        check("timeout_s", timeout_s, above=0)
+        self.target, self.timeout_s, self.on_done = target, timeout_s, on_done
+        self.n_warmup, self._warm_prompts = len(warmup), {_prompt_key(item) for item in warmup}
+        self.traces: list[Trace] = []
+        self.stalls: list[float] = []
+        self.is_interrupted = False
+        self.provenance = provenance()  # takes a while: not with a server waiting, nor after Ctrl-C
+        self.zero = now()
+        self.opened: float | None = None
+        self.ended_at = 0.0  # seconds after zero
+
+    def refuse_warm(self, item: WorkItem) -> None:
+        """Raise :class:`RequestError` for a prompt that the warm-up has too."""
+        if self._warm_prompts and _prompt_key(item) in self._warm_prompts:
+            raise RequestError(
+                "a prompt of the warm-up is measured too, and would be found in the prefix cache; "
+                "warm up with other prompts (another stream or seed)"
+            )
+
+    async def run(self, drive: Callable[[asyncio.TaskGroup], Awaitable[None]]) -> None:
+        """Drive until all has been sent and has ended, or Ctrl-C ends it."""
+        gc.freeze()  # existing objects need not be scanned while requests wait
+        self.zero = now()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            async with asyncio.TaskGroup() as group:
+                await drive(group)
+        except asyncio.CancelledError:
+            self.is_interrupted = True
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()  # it is dealt with
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.ended_at = now() - self.zero
+            ticker.cancel()
+            gc.unfreeze()
+
+    async def send(self, item: WorkItem, due: float) -> Trace:
+        """Send one request that is due at ``due`` on the clock; its record, in seconds from ``zero``."""
+        trace = Trace(due, due)
+        self.traces.append(trace)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self.target.send(item, trace)
+        except TimeoutError:
+            if trace.status == "cancelled":  # and not ended a moment before
+                trace.status, trace.error = "timeout", "timeout"
+        finally:
+            self._count_from_zero(trace)
+            if self.on_done is not None:
+                self.on_done(trace)
+        return trace
+
+    async def _tick(self) -> None:
+        while True:
+            due = now() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.stalls.append(max(0.0, now() - due))
+
+    def _count_from_zero(self, trace: Trace) -> None:
+        zero = self.zero
+        trace.t_scheduled -= zero
+        trace.t_sent -= zero
+        trace.t_start = None if trace.t_start is None else trace.t_start - zero
+        trace.t_end = None if trace.t_end is None else trace.t_end - zero
+        trace.chunks = [(t - zero, n) for t, n in trace.chunks]
+
+    def result(self, length: float, load: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
+        """The run, its window ``length`` seconds long; 0: until the last request has ended. Ctrl-C closes it, too."""
+        start = self.ended_at if self.opened is None else self.opened - self.zero
+        end = start + length
+        if not length:
+            last = max((t.t_end or 0.0 for t in self.traces if t.t_scheduled >= start), default=self.ended_at)
+            end = math.nextafter(last, math.inf)  # a window is open at its end: the last request is inside
+        if self.is_interrupted:
+            end = max(start, min(end, self.ended_at))
+        traces = sorted(self.traces, key=lambda trace: trace.t_scheduled)
+        return Run(
+            traces=traces,
+            start=start,
+            end=end,
+            settings={
+                **load,
+                "warmup": self.n_warmup,
+                "timeout_s": self.timeout_s,
+                "target": {"name": self.target.name, **self.target.settings},
+                "error_messages": dict(self.target.messages),
+                **settings,
+            },
+            client=ClientHealth([trace.t_sent - trace.t_scheduled for trace in traces], self.stalls),
+            interrupted=self.is_interrupted,
+            provenance=self.provenance,
+        )
+
+
+async def sleep_until(due: float) -> None:
+    """Sleep until that time of the clock, and never less."""
+    while (wait := due - now()) > 0:
+        await asyncio.sleep(wait)
 
 
 def _span(ordered: Sequence[WorkItem]) -> float:
@@ -186,26 +327,12 @@ def _span(ordered: Sequence[WorkItem]) -> float:
     return ordered[-1].at * n / (n - 1) if n > 1 else 0.0
 
 
-def _by_time(works: Iterable[WorkItem]) -> list[WorkItem]:
-    ordered = sorted(works, key=lambda work: work.at)
+def _by_time(items: Iterable[WorkItem]) -> list[WorkItem]:
+    ordered = sorted(items, key=lambda item: item.at)
     if ordered and not (ordered[0].at >= 0 and math.isfinite(ordered[-1].at)):
         raise RequestError(f"requests are due from 0 s on, got {ordered[0].at:g} to {ordered[-1].at:g}")
     return ordered
 
 
-def _above_0(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise RequestError(f"{name} must be above 0, got {value:g}")
-    return value
-
-
-def _key(work: WorkItem) -> str | tuple[int, ...]:
-    return work.prompt if isinstance(work.prompt, str) else tuple(work.prompt)
-
-
-def _refuse_seen(work: WorkItem, seen: set[str | tuple[int, ...]]) -> None:
-    if seen and _key(work) in seen:
-        raise RequestError(
-            "a prompt of the warm-up is measured too, and would be found in the prefix cache; "
-            "warm up with other prompts (another stream or seed)"
-        )
+def _prompt_key(item: WorkItem) -> str | tuple[int, ...]:
+    return item.prompt if isinstance(item.prompt, str) else tuple(item.prompt)

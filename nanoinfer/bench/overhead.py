@@ -1,8 +1,8 @@
 """The client's own floor: what it adds to every figure, measured against a server of known timing.
 
-The mock runs in a process of its own and writes down when it wrote each chunk. Both read the machine's one monotonic
-clock, so the time from that moment to the one that the client noted is overhead: of the kernel, of the client's event
-loop, of its HTTP parser. A load that this machine cannot generate in time should be known before its results are.
+The mock runs in a process of its own and logs when it wrote each chunk. Both read the machine's one monotonic clock,
+so the time from that moment to the one that the client noted is overhead: of the kernel, of the client's event loop,
+of its HTTP parser. Whether this machine can generate a load in time should be known before its results are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 
 from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.loadgen import open_loop
-from nanoinfer.errors import NanoinferError, RequestError
+from nanoinfer.errors import NanoinferError, RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import percentile
@@ -29,8 +29,8 @@ from nanoinfer.measure.trace import Trace
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem, schedule_at
 
-#: The error budget: mean overhead of a chunk, schedule lag of the latest 1% of requests (both seconds), and how much
-#: of a core the client may use, since queues grow long before it is full.
+#: The error budget: mean overhead of a chunk, send lag of the latest 1% of requests (both seconds), and the share
+#: of a core that the client may use, since queues grow long before it is full.
 OVERHEAD_S: Final = 0.001
 LAG_P99_S: Final = 0.010
 CPU_SHARE: Final = 0.8
@@ -38,7 +38,7 @@ CPU_SHARE: Final = 0.8
 OPENING_S = 1.0
 #: Seconds that the mock may take to start.
 START_S: Final = 30.0
-#: No chunk takes so many seconds: clocks that do not agree do.
+#: A longer overhead, in seconds, means that the processes' clocks do not agree.
 ONE_CLOCK_S: Final = 60.0
 
 
@@ -49,12 +49,9 @@ class Floor:
     Args:
         rate: new requests a second that were asked for.
         streams: open streams that were asked for, each of ``chunks_s`` chunks a second.
-        chunks_s: see there.
         at_once: the most requests that the server had at once.
         chunks: how many were measured, while all streams were open.
         overhead_mean_s: from a chunk's writing to the time that the client noted; the percentiles likewise.
-        overhead_p50_s: see there.
-        overhead_p99_s: see there.
         server_lag_p99_s: how late the mock itself wrote; no part of the overhead.
         send_lag_p99_s: how late the requests of ``rate`` were sent.
         stall_p99_s: how late the ticks of the client's event loop were.
@@ -79,16 +76,16 @@ class Floor:
 
     def problems(self) -> list[str]:
         """Why a run at this load would be beyond its error budget; empty where it is within."""
-        found = []
+        problems = []
         if self.overhead_mean_s is not None and self.overhead_mean_s > OVERHEAD_S:
-            found.append(f"overhead {self.overhead_mean_s * 1e3:.2f} ms a chunk, budget {OVERHEAD_S * 1e3:g} ms")
+            problems.append(f"overhead {self.overhead_mean_s * 1e3:.2f} ms a chunk, budget {OVERHEAD_S * 1e3:g} ms")
         if self.send_lag_p99_s is not None and self.send_lag_p99_s > LAG_P99_S:
-            found.append(f"send lag p99 {self.send_lag_p99_s * 1e3:.1f} ms, budget {LAG_P99_S * 1e3:g} ms")
+            problems.append(f"send lag p99 {self.send_lag_p99_s * 1e3:.1f} ms, budget {LAG_P99_S * 1e3:g} ms")
         if self.cpu_share > CPU_SHARE:
-            found.append(f"the client used {self.cpu_share:.0%} of a core, budget {CPU_SHARE:.0%}")
+            problems.append(f"the client used {self.cpu_share:.0%} of a core, budget {CPU_SHARE:.0%}")
         if self.streams is not None and self.at_once < self.streams:
-            found.append(f"only {self.at_once} of {self.streams} streams were open at once")
-        return found
+            problems.append(f"only {self.at_once} of {self.streams} streams were open at once")
+        return problems
 
     def as_json(self) -> dict[str, Any]:
         """For a stored run."""
@@ -98,35 +95,36 @@ class Floor:
 async def measure_floor(
     *, rate: float | None = None, streams: int | None = None, chunks_s: float = 10.0, seconds: float = 3.0
 ) -> Floor:
-    """Load a mock as a server would be loaded, and see what the client adds; takes a little longer than ``seconds``.
+    """Load a mock as a server would be loaded, and measure what the client adds; takes a little over ``seconds``.
 
     Args:
         rate: new requests a second, each answered with one chunk.
-        streams: streams open all the while, each of ``chunks_s`` chunks a second, in no common beat.
-        chunks_s: see there.
+        streams: streams open throughout, each of ``chunks_s`` chunks a second, not in step.
+        chunks_s: see above.
         seconds: how long to measure.
 
     Raises:
-        RequestError: no load, or one below nothing.
+        RequestError: no load, or a number that is not above 0.
         NanoinferError: a mock that does not start, or a machine whose processes do not share a clock.
     """
     if rate is None and streams is None:
         raise RequestError("floor: give a rate, a number of streams, or both")
-    if min(given for given in (rate, streams, chunks_s, seconds) if given is not None) <= 0:
-        raise RequestError("floor: rate, streams, chunks a second and seconds must be above 0")
+    for name, value in {"rate": rate, "streams": streams, "chunks_s": chunks_s, "seconds": seconds}.items():
+        if value is not None:
+            check(f"floor: {name}", value, above=0)
     opening = OPENING_S if streams is not None else 0.0
-    works: list[WorkItem] = []
+    items: list[WorkItem] = []
     if streams is not None:
         chunks = round((opening + seconds) * chunks_s) + 1
-        works += schedule_at((WorkItem(f"stream {i}", chunks) for i in range(streams)), poisson(streams / opening))
+        items += schedule_at((WorkItem(f"stream {i}", chunks) for i in range(streams)), poisson(streams / opening))
     if rate is not None:  # once the streams are open
         offsets = (opening + at for at in poisson(rate))
-        works += schedule_at((WorkItem(f"request {i}", 1) for i in range(max(1, round(rate * seconds)))), offsets)
-    provenance()  # what it finds out once is no part of the load
+        items += schedule_at((WorkItem(f"request {i}", 1) for i in range(max(1, round(rate * seconds)))), offsets)
+    provenance()  # looked up once, it is no part of the load
     async with _mock_process() as url:
-        target = _Noting(url, chunks_s)
+        target = _RecordingTarget(url, chunks_s)
         wall, cpu = now(), time.process_time()
-        run = await open_loop(target, works)
+        run = await open_loop(target, items)
         wall, cpu = now() - wall, time.process_time() - cpu
         async with aiohttp.ClientSession() as client, client.get(f"{url}/log") as response:
             log = await response.json()
@@ -134,7 +132,7 @@ async def measure_floor(
     if run.interrupted:
         raise asyncio.CancelledError
     if failed := next((t.error or t.status for t in run.traces if t.status != "ok"), None):
-        raise NanoinferError(f"floor: a request to the mock failed ({failed}): this machine cannot bear that load")
+        raise NanoinferError(f"floor: a request to the mock failed ({failed}): that load is too much for this machine")
     overheads, server_lags = _overheads(target.times, log, chunks_s)
     total = sum(map(len, target.times.values()))
     return Floor(
@@ -156,7 +154,7 @@ async def measure_floor(
 
 def _overheads(read: dict[str, list[float]], log: dict[str, Any], chunks_s: float) -> tuple[list[float], list[float]]:
     """Of each chunk while all streams were open: from writing to reading; from when it was due to its writing."""
-    written = {seen["prompt"]: (seen["t"], seen["writes"]) for seen in log["requests"]}
+    written = {request["prompt"]: (request["t"], request["writes"]) for request in log["requests"]}
     streams = [times for prompt, times in read.items() if prompt.startswith("stream")]
     first = max((times[0] for times in streams), default=-math.inf)
     last = min((times[-1] for times in streams), default=math.inf)
@@ -172,7 +170,7 @@ def _overheads(read: dict[str, list[float]], log: dict[str, Any], chunks_s: floa
     return overheads, lags
 
 
-class _Noting(HttpTarget):
+class _RecordingTarget(HttpTarget):
     """Keeps, by prompt, when each chunk with tokens was read, by the clock; and how late requests were sent."""
 
     def __init__(self, url: str, chunks_s: float) -> None:
@@ -181,7 +179,7 @@ class _Noting(HttpTarget):
         self.lags: list[float] = []
 
     async def send(self, work: WorkItem, trace: Trace) -> None:
-        """As ever; the trace's times are still the clock's then."""
+        """Send as a target does; the trace's times are still the clock's here."""
         await super().send(work, trace)
         self.times[str(work.prompt)] = [t for t, _ in trace.token_chunks]
         if work.output == 1:

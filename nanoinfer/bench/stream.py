@@ -1,13 +1,18 @@
-"""What the frames of an OpenAI-compatible stream say, and how many tokens each of them brought.
+"""An OpenAI-compatible stream read as it comes: server-sent events out of bytes, and tokens out of their frames.
 
-A frame is no token. Servers put several into one (speculative decoding, buffering), send frames without any (a
-role, a usage record), and hold text back. So frames are never counted. Their tokens are, from the best that is told:
+Events: a network cuts anywhere, inside a line, inside a character, between the two bytes of a line end. Nothing is
+decoded here, so a cut character cannot hurt, and lines end only where the standard says
+(https://html.spec.whatwg.org/multipage/server-sent-events.html): at LF, CR or CRLF, and not at U+2028 as with
+Python's ``splitlines``. An event is complete, and has its time, with the read that ends its empty line.
+
+Tokens: a frame is no token. Servers put several into one (speculative decoding, buffering), send frames without any
+(a role, a usage record), and hold text back. So frames are never counted. Their tokens are, from the best source:
 
 1. usage up to this frame, where the server sends it with each;
 2. the token ids or log-probabilities in the frame, one each;
-3. the usage of the whole answer, shared out over the frames with text by the length of their texts;
-4. nothing is told: a tokenizer's count of the whole text, shared out likewise, and marked as an estimate. A text cut
-   into frames has more tokens piece by piece than as a whole, and even that is not what the model generated.
+3. the usage of the whole answer, apportioned to the frames with text by the length of their texts;
+4. without any of these, a tokenizer's count of the whole text, apportioned likewise, and marked as an estimate. A text
+   cut into frames has more tokens piece by piece than as a whole, and even that is not what the model generated.
 """
 
 from __future__ import annotations
@@ -18,26 +23,94 @@ from typing import Any
 
 from nanoinfer.measure.trace import ChunkKind, Trace
 
-
-def about(text: str) -> int:
-    """Tokens of a text, where nobody can say: four characters each, as in English."""
-    return -(-len(text) // 4)
+#: Bytes of one event beyond which something other than a stream of events is coming.
+MAX_EVENT_BYTES = 16 * 2**20
 
 
-class Answer:
+class SSEParser:
+    """The events of one stream. Comments and the fields ``event``, ``id`` and ``retry`` are passed over."""
+
+    def __init__(self) -> None:
+        self._line: list[bytes] = []  # the parts of a line that has not ended
+        self._data: list[bytes] = []  # the data lines of an event that has not ended
+        self._held = 0  # bytes in these two
+        self._after_cr = False
+        self._is_first = True
+
+    def feed(self, read: bytes) -> list[bytes]:
+        """The data of each event that these bytes complete.
+
+        Raises ValueError for an event beyond :data:`MAX_EVENT_BYTES`.
+        """
+        if self._after_cr or b"\r" in read:
+            read = self._with_lf(read)
+        lines = read.split(b"\n")
+        rest = lines.pop()
+        events: list[bytes] = []
+        if lines:
+            if self._line:
+                lines[0] = b"".join([*self._line, lines[0]])
+                self._line = []
+            if self._is_first:
+                self._is_first = False
+                lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
+            events = [data for line in lines if (data := self._take(line)) is not None]
+            self._held = sum(map(len, self._data))
+        if rest:
+            self._line.append(rest)
+            self._held += len(rest)
+        if self._held > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return events
+
+    def end(self) -> bytes | None:
+        """The stream has ended: the data of an event whose empty line never came, if there is any.
+
+        The standard drops it. Some servers end after their last line, and what they sent counts.
+        """
+        if self._line:
+            self._take(b"".join(self._line))
+            self._line = []
+        return self._take(b"")
+
+    def _take(self, line: bytes) -> bytes | None:
+        """Take one line; the data of the event that it ends, if it does."""
+        if not line:
+            if not self._data:
+                return None
+            data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+            self._data = []
+            return data
+        if line.startswith(b"data:"):
+            self._data.append(line[6:] if line.startswith(b" ", 5) else line[5:])
+        elif line == b"data":
+            self._data.append(b"")
+        return None
+
+    def _with_lf(self, read: bytes) -> bytes:
+        """CR and CRLF as LF. A CR ends its line at once; a LF right after it is its other half, even a read later."""
+        if self._after_cr and read:
+            read = read.removeprefix(b"\n")
+            self._after_cr = False
+        if read:
+            self._after_cr = read.endswith(b"\r")
+        return read.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+class StreamRecorder:
     """Writes one streamed answer into its trace.
 
-    ``is_finished``: a reason to finish came. ``is_done``: the end of the stream was announced. ``error``: what the
-    server said went wrong, None while nothing did.
+    ``is_finished``: a reason to finish came. ``is_done``: the end of the stream was announced. ``error``: the server's
+    error text, None while there is none. ``count`` gives the tokens of a text, for servers that send no counts.
     """
 
     def __init__(self, trace: Trace, count: Callable[[str], int]) -> None:
         self.is_finished = self.is_done = False
         self.error: str | None = None
         self._trace, self._count = trace, count
-        self._given = 0  # tokens that the chunks so far have
-        self._total: int | None = None  # tokens so far, by the server's word
-        self._open: list[tuple[int, str]] = []  # chunks, by place, whose texts have no count yet
+        self._counted = 0  # tokens that the chunks so far have
+        self._total: int | None = None  # tokens so far, as the server reports them
+        self._open: list[tuple[int, str]] = []  # chunks, by index, whose texts have no count yet
 
     def take(self, data: bytes, t: float) -> None:
         """Take the data of one event that was complete at ``t``. Raises ValueError for what is no frame."""
@@ -54,41 +127,41 @@ class Answer:
         """No more frames come: settle the counts."""
         if self._open:
             self._trace.estimated = True
-            self._share_out(max(1, self._count("".join(text for _, text in self._open))))
-        told = self._total is not None and not self._trace.estimated
-        self._trace.output_tokens = (self._total or 0) if told else self._given
+            self._apportion_open(max(1, self._count("".join(text for _, text in self._open))))
+        is_reported = self._total is not None and not self._trace.estimated
+        self._trace.output_tokens = (self._total or 0) if is_reported else self._counted
 
     def _read(self, frame: Any, t: float) -> None:
         if frame.get("error") or frame.get("object") == "error":
-            self.error = words(frame)
+            self.error = error_text(frame)
             return
         usage, choices = frame.get("usage"), frame.get("choices")
         total = self._note_usage(usage) if usage else None
         choice = choices[0] if choices else {}  # only one was asked for
         delta = choice.get("delta")
-        reasoning, text = ("", choice.get("text") or "") if delta is None else spoken(delta)
+        reasoning, text = ("", choice.get("text") or "") if delta is None else delta_text(delta)
         is_end = choice.get("finish_reason") is not None
         self.is_finished |= is_end
         kind: ChunkKind = "content" if text else "reasoning" if reasoning else "finish" if is_end else "role"
-        place = self._add(t, kind if choices else "usage")
+        index = self._add(t, kind if choices else "usage")
         if text or reasoning:
-            self._open.append((place, reasoning + text))
+            self._open.append((index, reasoning + text))
         elif kind == "role" and delta and "role" in delta:  # it opens the answer, whatever usage it carries
             return
         if total:
             if self._open:
-                self._share_out(total - self._given)
-            elif choices and total > self._given:
-                self._give_textless(place, total - self._given)
-        elif told := tokens_told(choice):
+                self._apportion_open(total - self._counted)
+            elif choices and total > self._counted:
+                self._set_textless(index, total - self._counted)
+        elif tokens := reported_tokens(choice):
             if text or reasoning:
                 self._open.pop()
-                self._give(place, told)
+                self._set(index, tokens)
             else:
-                self._give_textless(place, told)
+                self._set_textless(index, tokens)
 
     def _note_usage(self, usage: Mapping[str, Any]) -> int | None:
-        """Take the server's counts; tokens generated so far, where it says."""
+        """Take the server's counts; tokens generated so far, where it sends them."""
         if isinstance(prompt := usage.get("prompt_tokens"), int):
             self._trace.prompt_tokens = prompt
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -105,26 +178,31 @@ class Answer:
         self._trace.kinds.append(kind)
         return len(self._trace.chunks) - 1
 
-    def _give(self, place: int, n: int) -> None:
-        self._trace.chunks[place] = (self._trace.chunks[place][0], n)
-        self._given += n
+    def _set(self, index: int, n: int) -> None:
+        self._trace.chunks[index] = (self._trace.chunks[index][0], n)
+        self._counted += n
 
-    def _give_textless(self, place: int, n: int) -> None:
+    def _set_textless(self, index: int, n: int) -> None:
         """Tokens that show no text: half a character, or the end of sequence."""
-        if self._trace.kinds[place] == "role":
-            self._trace.kinds[place] = "content"
-        self._give(place, n)
+        if self._trace.kinds[index] == "role":
+            self._trace.kinds[index] = "content"
+        self._set(index, n)
 
-    def _share_out(self, n: int) -> None:
+    def _apportion_open(self, n: int) -> None:
         """Give ``n`` more tokens to the chunks without a count."""
         if n > 0:
-            for (place, _), share in zip(self._open, spread(n, [len(text) for _, text in self._open]), strict=True):
-                self._give(place, share)
+            for (index, _), share in zip(self._open, apportion(n, [len(text) for _, text in self._open]), strict=True):
+                self._set(index, share)
         self._open.clear()
 
 
-def spoken(delta: Mapping[str, Any]) -> tuple[str, str]:
-    """The reasoning and the rest (content, a refusal, calls of tools) in a chat's delta: all of it is generated."""
+def estimate_tokens(text: str) -> int:
+    """An estimate: 4 characters per token, as in English."""
+    return -(-len(text) // 4)
+
+
+def delta_text(delta: Mapping[str, Any]) -> tuple[str, str]:
+    """The reasoning and the rest (content, a refusal, tool calls) in a chat's delta: all of it is generated."""
     text = delta.get("content") or delta.get("refusal") or ""
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -133,16 +211,16 @@ def spoken(delta: Mapping[str, Any]) -> tuple[str, str]:
     return str(reasoning), str(text)  # some servers send lists of parts
 
 
-def tokens_told(choice: Mapping[str, Any]) -> int | None:
-    """How many token ids or log-probabilities stand beside the text, if any do."""
+def reported_tokens(choice: Mapping[str, Any]) -> int | None:
+    """How many token ids or log-probabilities come with the text, if any do."""
     if ids := choice.get("token_ids"):
         return len(ids)
     logprobs = choice.get("logprobs") or {}
-    found = logprobs.get("content") or logprobs.get("tokens")
-    return len(found) if found else None
+    tokens = logprobs.get("content") or logprobs.get("tokens")
+    return len(tokens) if tokens else None
 
 
-def spread(total: int, sizes: Sequence[int]) -> list[int]:
+def apportion(total: int, sizes: Sequence[int]) -> list[int]:
     """Whole numbers that add up to ``total``, in proportion to the sizes, and at least 1 each.
 
     Where there are fewer than sizes, the first and last get one, and some between.
@@ -152,18 +230,18 @@ def spread(total: int, sizes: Sequence[int]) -> list[int]:
         for i in range(total):
             shares[i * (len(sizes) - 1) // max(total - 1, 1)] = 1
         return shares
-    shares, left, size = [], total, sum(sizes)
-    for behind, own in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
-        share = min(max(1, round(left * own / size)), left - behind)
+    shares, left, sum_left = [], total, sum(sizes)
+    for n_after, size in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
+        share = min(max(1, round(left * size / sum_left)), left - n_after)
         shares.append(share)
-        left, size = left - share, size - own
+        left, sum_left = left - share, sum_left - size
     return shares
 
 
-def words(body: Any) -> str:
-    """What a server's error says, in one line: of its many shapes, the one at hand."""
-    found = body
+def error_text(body: Any) -> str:
+    """A server's error in one line: its ``error``, ``message`` or ``detail``, whichever it has."""
+    text = body
     for key in ("error", "message", "detail"):
-        if isinstance(found, Mapping) and found.get(key):
-            found = found[key]
-    return " ".join(str(found).split())[:300]
+        if isinstance(text, Mapping) and text.get(key):
+            text = text[key]
+    return " ".join(str(text).split())[:300]

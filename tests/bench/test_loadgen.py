@@ -73,7 +73,7 @@ def evenly(rate: float, n: int, prompt: str = "p") -> list[WorkItem]:
 
 @pytest.fixture(autouse=True)
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoinfer.bench.sending.provenance", lambda: {"machine": "none"})
+    monkeypatch.setattr("nanoinfer.bench.loadgen.provenance", lambda: {"machine": "none"})
 
 
 # --- the open loop ------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_ctrl_c_keeps_what_was_measured(clock: Clock) -> None:
     watched: list[Trace] = []
 
     async def scenario() -> tuple[Run, int]:
-        load = asyncio.create_task(open_loop(taking(1.0), evenly(2, 100), watch=watched.append))
+        load = asyncio.create_task(open_loop(taking(1.0), evenly(2, 100), on_done=watched.append))
         await asyncio.sleep(2.7)
         load.cancel()
         return await load, load.cancelling()

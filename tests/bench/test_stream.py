@@ -1,17 +1,18 @@
-"""Frames into traces: what stops the first-token clock, and how many tokens each chunk had."""
+"""Streams into traces: events out of bytes cut anywhere, what stops the first-token clock, the tokens of each chunk."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoinfer.bench.sse import Events
-from nanoinfer.bench.stream import Answer, about, spread, words
+from nanoinfer.bench import stream
+from nanoinfer.bench.stream import SSEParser, StreamRecorder, apportion, error_text, estimate_tokens
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import percentile
 from nanoinfer.measure.trace import Trace
@@ -26,7 +27,7 @@ def never(text: str) -> int:
 def scored(frames: list[Frame], count: Callable[[str], int] = never, *, byte_by_byte: bool = False) -> Trace:
     """A request sent at 0, whose frames come at these times; a text is sent as it stands."""
     trace = Trace(0.0, 0.0)
-    answer, events = Answer(trace, count), Events()
+    answer, events = StreamRecorder(trace, count), SSEParser()
     for t, frame in frames:
         text = frame if isinstance(frame, str) else f"data: {json.dumps(frame)}\n\n"
         data = text.encode()
@@ -220,7 +221,7 @@ def test_without_counts_the_whole_text_is_counted_once_and_called_an_estimate() 
 
 def test_chunks_are_never_counted() -> None:
     frames: list[Frame] = [(0.1 * i, text("four" * 3)) for i in range(1, 6)]
-    trace = scored(frames, about)
+    trace = scored(frames, estimate_tokens)
     assert trace.output_tokens == 15 and trace.estimated  # sixty characters, and not five chunks
 
 
@@ -245,14 +246,14 @@ def test_an_answer_cut_off_keeps_what_usage_told() -> None:
     ],
 )
 def test_an_error_frame(frame: Any, says: str) -> None:
-    answer = Answer(Trace(0, 0), never)
+    answer = StreamRecorder(Trace(0, 0), never)
     answer.take(json.dumps(frame).encode(), 0.1)
     assert answer.error == says
-    assert words(frame) == says
+    assert error_text(frame) == says
 
 
 def test_an_error_that_is_null_is_none() -> None:
-    answer = Answer(Trace(0, 0), never)
+    answer = StreamRecorder(Trace(0, 0), never)
     answer.take(json.dumps(text("a", "stop", error=None, usage=usage(1))).encode(), 0.1)
     assert answer.error is None and answer.is_finished and not answer.is_done
 
@@ -262,7 +263,7 @@ def test_an_error_that_is_null_is_none() -> None:
 )
 def test_what_is_no_frame(data: str) -> None:
     with pytest.raises(ValueError):
-        Answer(Trace(0, 0), never).take(data.encode(), 0.1)
+        StreamRecorder(Trace(0, 0), never).take(data.encode(), 0.1)
 
 
 def test_text_that_looks_like_frames_is_text() -> None:
@@ -273,7 +274,7 @@ def test_text_that_looks_like_frames_is_text() -> None:
 
 @given(st.integers(0, 60), st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_shares_add_up_and_nobody_goes_without(total: int, sizes: list[int]) -> None:
-    shares = spread(total, sizes)
+    shares = apportion(total, sizes)
     assert sum(shares) == total and len(shares) == len(sizes)
     if total >= len(sizes):
         assert min(shares) >= 1
@@ -282,6 +283,95 @@ def test_shares_add_up_and_nobody_goes_without(total: int, sizes: list[int]) -> 
 
 
 def test_shares_are_in_proportion() -> None:
-    assert spread(8, [1, 3, 3, 1]) == [1, 3, 3, 1]
-    assert spread(100, [10, 30, 60]) == [10, 30, 60]
-    assert spread(3, [1, 1, 1, 1, 1]) == [1, 0, 1, 0, 1]
+    assert apportion(8, [1, 3, 3, 1]) == [1, 3, 3, 1]
+    assert apportion(100, [10, 30, 60]) == [10, 30, 60]
+    assert apportion(3, [1, 1, 1, 1, 1]) == [1, 0, 1, 0, 1]
+
+
+# --- events out of bytes ------------------------------------------------------------------
+
+
+def whole(body: bytes) -> list[bytes]:
+    return SSEParser().feed(body)
+
+
+def cut(body: bytes, places: list[int]) -> list[bytes]:
+    events, found = SSEParser(), []
+    edges = [0, *sorted(p % (len(body) + 1) for p in places), len(body)]
+    for a, b in pairwise(edges):
+        found += events.feed(body[a:b])
+    return found
+
+
+STREAM = (
+    b'\xef\xbb\xbf: ping\n\nevent: message\nid: 7\nretry: 10\ndata: {"a":1}\n\n'
+    b"data:two\ndata:  lines\ndata\n\n:\n\nfoo: bar\n\n"
+    + 'data: "\U0001f999 é\u2028 data: x"\r\n\r\n'.encode()
+    + b"data: cr\r\rdata: [DONE]\r\n\r\n"
+)
+EVENTS = [b'{"a":1}', b"two\n lines\n", '"\U0001f999 é\u2028 data: x"'.encode(), b"cr", b"[DONE]"]
+
+
+def test_a_stream_in_one_read() -> None:
+    assert whole(STREAM) == EVENTS
+
+
+def test_one_byte_at_a_time() -> None:
+    events, found = SSEParser(), []
+    for place in range(len(STREAM)):
+        found += events.feed(STREAM[place : place + 1])
+    assert found == EVENTS
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=12))
+def test_any_cut(places: list[int]) -> None:
+    assert cut(STREAM, places) == EVENTS
+
+
+@given(
+    st.lists(st.text(max_size=30), max_size=5),
+    st.lists(st.integers(0, 10_000), max_size=8),
+    st.sampled_from(["\n", "\r", "\r\n"]),
+)
+def test_json_of_any_text_stays_one_event(texts: list[str], places: list[int], end: str) -> None:
+    stream = "".join(f"data: {json.dumps(text, ensure_ascii=False)}{end}{end}" for text in texts)
+    found = cut(stream.encode("utf-8", "surrogatepass"), places)
+    assert [json.loads(data.decode("utf-8", "surrogatepass")) for data in found] == texts
+
+
+def test_an_event_is_there_with_the_read_that_ends_its_empty_line() -> None:
+    events = SSEParser()
+    reads = [b"data: a\xc3", b"\xa9\n", b"\n", b"data: b\n\ndata: c\n\nda", b"ta: d\r\n\r", b"\n"]
+    assert [events.feed(read) for read in reads] == [[], [], ["aé".encode()], [b"b", b"c"], [b"d"], []]
+
+
+def test_two_line_feeds_behind_a_carriage_return_in_another_read() -> None:
+    events = SSEParser()
+    assert [events.feed(read) for read in (b"data: a\r", b"", b"\n", b"\n", b"data: b\n\n")] == [
+        [],
+        [],
+        [],
+        [b"a"],
+        [b"b"],
+    ]
+
+
+def test_what_a_server_said_last_counts_without_its_empty_line() -> None:
+    for last in (b"data: [DONE]", b"data: [DONE]\n"):
+        events = SSEParser()
+        assert events.feed(b"data: a\n\n" + last) == [b"a"]
+        assert events.end() == b"[DONE]"
+        assert events.end() is None
+    assert SSEParser().end() is None
+
+
+def test_something_that_is_no_stream_of_events_is_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_EVENT_BYTES", 100)
+    for part in (b"x" * 30, b"data: y\n" * 4):
+        events = SSEParser()
+        with pytest.raises(ValueError, match="more than 100 bytes"):
+            for _ in range(30):
+                events.feed(part)
+    events = SSEParser()
+    for _ in range(100):  # long in all, but each event is short
+        assert events.feed(b": ping\n\ndata: 0123456789\n\n") == [b"0123456789"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nanoinfer.bench import tables
-from nanoinfer.bench.progress import Progress
+from nanoinfer.bench.command import Progress
 from nanoinfer.bench.run import ClientHealth
 from nanoinfer.bench.summary import ErrorBudget, summarise, wilson
 from nanoinfer.errors import NanoinferError
