@@ -205,8 +205,8 @@ async def closed_loop(
         "think_s": think_s,
         "requests": requests,
         "seconds": seconds,
+        "ran_out": ran_out,  # of items, before the time was up
     }
-    load["ran_out"] = ran_out  # of items, before the time was up
     return session.result(0.0 if seconds is None or ran_out else length, load, settings)
 
 
