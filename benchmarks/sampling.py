@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.store import store
+from nanoinfer.measure.clock import Timing, paired, repeat
 from nanoinfer.measure.environment import provenance
-from nanoinfer.measure.repeat import Timing, paired, repeat
 from nanoinfer.sampling.filters import Limits, best_few, keep_by_sorting
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sample import SamplerState, sample, sample_by_sorting, softmax_with_temperature

@@ -19,8 +19,8 @@ import torch
 from benchmarks.store import store
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.calibrate.operators import measure_operators
+from nanoinfer.measure.clock import repeat
 from nanoinfer.measure.environment import provenance
-from nanoinfer.measure.repeat import repeat
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
 

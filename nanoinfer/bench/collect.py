@@ -2,7 +2,7 @@
 
 Each figure is one of :mod:`nanoinfer.measure.metrics`, taken of each trace as it comes; what is kept is a number a
 request, and for gaps between tokens, of which there are hundreds a request, how many lie in each bin. Intervals are by
-batch means (:mod:`nanoinfer.measure.batches`): requests of one queue hang together.
+batch means (:mod:`nanoinfer.measure.stats`): requests of one queue are autocorrelated.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from nanoinfer.bench.summary import wilson
 from nanoinfer.measure import metrics
-from nanoinfer.measure.batches import Batches, BinnedBatches, Interval
-from nanoinfer.measure.stats import TAILS, least_n
+from nanoinfer.measure.stats import TAILS, BatchMeans, BinnedBatchMeans, Interval, least_n
 from nanoinfer.measure.trace import Trace
 from nanoinfer.simulate.virtual import Span
 
@@ -50,9 +49,9 @@ class Collector:
         self, start: float, end: float, kv_blocks: int, slo: Mapping[str, float] | None = None, replicas: int = 1
     ) -> None:
         self.start, self.end, self.kv_blocks, self.slo, self.replicas = start, end, kv_blocks, slo, replicas
-        self.figures: dict[str, Batches] = {name: Batches(start, end) for name in ("wait", *FIGURES)}
-        self.figures["itl"] = BinnedBatches(start, end)
-        self.good = Batches(start, end)  # 1 or 0 a judged request
+        self.figures: dict[str, BatchMeans] = {name: BatchMeans(start, end) for name in ("wait", *FIGURES)}
+        self.figures["itl"] = BinnedBatchMeans(start, end)
+        self.good = BatchMeans(start, end)  # 1 or 0 a judged request
         self.undefined: dict[str, int] = dict.fromkeys(self.figures, 0)
         self.broken: dict[str, int] = dict.fromkeys(slo or {}, 0)
         self.due = self.early = self.late = self.excluded = self.preemptions = 0

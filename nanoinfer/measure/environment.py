@@ -130,8 +130,8 @@ def versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """The commit of the checkout this package runs from, ``+changes`` where files differ; ``None`` when installed."""
     here = str(Path(__file__).resolve().parent)
-    # A package installed under somebody's repository (.venv) is not tracked by it.
-    if _output("git", "-C", here, "ls-files", "--error-unmatch", "machine.py") is None:
+    # A package installed in a .venv inside another repository is not tracked by it.
+    if _output("git", "-C", here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     commit = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no")

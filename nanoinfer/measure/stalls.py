@@ -86,16 +86,6 @@ def watch_gc() -> Generator[list[Pause], None, None]:
         gc.callbacks.remove(callback)
 
 
-@contextmanager
-def note_compile(pauses: list[Pause]) -> Generator[None, None, None]:
-    """Note that the block compiles something."""
-    start = now()
-    try:
-        yield
-    finally:
-        pauses.append(Pause("compile", start, now()))
-
-
 Note = TypeVar("Note", StepNote, Pause)
 
 

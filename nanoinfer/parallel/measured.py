@@ -16,7 +16,7 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.errors import RequestError, nearest
 from nanoinfer.measure import metrics
-from nanoinfer.measure.repeat import repeat
+from nanoinfer.measure.clock import repeat
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model

@@ -13,7 +13,7 @@ from nanoinfer.engines import continuous
 from nanoinfer.engines import engine as engines
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.errors import NanoinferError
-from nanoinfer.measure.stalls import Pause, Stall, StepNote, note_compile, shifted, stalls, totals, watch_gc
+from nanoinfer.measure.stalls import Pause, Stall, StepNote, shifted, stalls, totals, watch_gc
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import load_model
 from nanoinfer.sampling.params import SamplingParams
@@ -142,9 +142,6 @@ def test_collections_are_noted() -> None:
     gc.collect()
     assert noted >= 1 and len(pauses) == noted
     assert all(pause.cause == "gc" and pause.start <= pause.end for pause in pauses)
-    with note_compile(pauses):
-        pass
-    assert pauses[-1].cause == "compile"
     assert len(gc.callbacks) == before
 
 

@@ -12,7 +12,7 @@ from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure import metrics
-from nanoinfer.measure.batches import Batches
+from nanoinfer.measure.stats import BatchMeans
 from nanoinfer.simulate.virtual import Span, simulated
 from nanoinfer.theory.queueing import in_system, load_of, md1_wait, mg1_wait, mm1_residence_percentile, mm1_wait
 from nanoinfer.workload.arrivals import poisson
@@ -82,7 +82,7 @@ def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
     # A request takes 4 steps of 0.25 s, one of its prompt and three jumped over: a service of 1 s.
     n, warm = 40_000, 4_000
     work = (WorkItem(b"\0" * 8, 4, at) for at in islice(poisson(load, seed=11), n))
-    waits = Batches(warm / load, n / load)
+    waits = BatchMeans(warm / load, n / load)
     for trace in simulated(work, one_at_a_time(), Fixed(0.25)):
         assert trace.t_start is not None and trace.t_end is not None
         assert trace.t_end - trace.t_start == pytest.approx(1.0)
@@ -101,7 +101,7 @@ def test_the_mean_wait_is_that_of_m_m_1() -> None:
     steps = 100
     outputs = (1 + int(rng.expovariate(1 / (steps - 0.5))) for _ in range(n))
     work = (WorkItem(b"\0", output, at) for at, output in zip(poisson(load, seed=6), outputs, strict=False))
-    waits = Batches(0.0, n / load)
+    waits = BatchMeans(0.0, n / load)
     scheduler = Scheduler(BlockPool(2**12, 16, share_prefixes=False), max_running=1, token_budget=16)
     for trace in simulated(work, scheduler, Fixed(1 / steps)):
         waits.add(trace.t_scheduled, (trace.t_start or 0.0) - trace.t_scheduled)

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import datetime
-import getpass
-import json
-import platform
+import os
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from nanoinfer.errors import DeviceError, NanoinferError
-from nanoinfer.measure import environment as machine
 from nanoinfer.measure.profile import profile_phases
 
 
@@ -52,8 +47,6 @@ def test_an_error_in_a_phase_comes_through_and_stderr_survives(capfd: pytest.Cap
     with pytest.raises(ValueError, match="mine"):
         profile_phases({"broken": broken}, warmup=0)
     assert profile_phases({"fine": lambda: torch.ones(3) + 1})
-    import os
-
     os.write(2, b"still here")
     assert capfd.readouterr().err == "still here"
 
@@ -72,36 +65,3 @@ def test_profile_on_cuda_shares_add_up() -> None:
     rows = profile_phases({"matmul": lambda: x @ x}, "cuda")
     assert rows[0].operator == "aten::mm"
     assert sum(row.share for row in rows) == pytest.approx(1)
-
-
-def test_provenance_is_complete_and_private() -> None:
-    record = machine.provenance()
-    text = json.dumps(record)
-    assert set(record) == {"machine", "versions", "date", "commit"}
-    assert record["versions"]["python"] == platform.python_version()
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["machine"]["cores"] >= 1
-    assert record["machine"]["memory_bytes"] > 1 << 28
-    assert record["machine"]["cpu"]
-    assert datetime.datetime.fromisoformat(record["date"]).utcoffset() == datetime.timedelta(0)
-    user = getpass.getuser()
-    for private in (platform.node(), str(Path.home()), str(Path.cwd()), *([user] if user != "root" else [])):
-        assert private not in text
-
-
-def test_describe_machine_hands_out_copies() -> None:
-    machine.describe_machine()["gpus"].append({"name": "imaginary"})
-    assert {"name": "imaginary"} not in machine.describe_machine()["gpus"]
-
-
-def test_commit_is_none_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_output", lambda *command: None)
-    assert machine.git_commit() is None
-
-
-def test_commit_marks_local_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"ls-files": "machine.py", "rev-parse": "abc123", "status": " M x.py"}
-    monkeypatch.setattr(machine, "_output", lambda *command: answers[command[3]])
-    assert machine.git_commit() == "abc123+changes"
-    answers["status"] = ""
-    assert machine.git_commit() == "abc123"
