@@ -1,14 +1,14 @@
-"""Who owns which block of the paged KV cache: free list, reference counts, prefix sharing. No tensors.
+"""Ownership of the paged KV cache's blocks: free list, reference counts, prefix sharing. No tensors.
 
 A block holds the keys and values of ``block_size`` consecutive tokens, and is in one of three states:
 
-    free ──take──▶ used ──release──▶ free               nothing worth keeping in it
-                   ▲  └────release──▶ cached            full, and findable by its content
+    free ──take──▶ used ──release──▶ free               without content to keep
+                   ▲  └────release──▶ cached            full, and found by its content
                    └────share────────────┘ └──evict──▶ used, by another sequence
 
-A full block is findable by its exact content: the tokens in it and all tokens before it. The key of a
-block is (number of the block before it in the text, its tokens), and such numbers are never used again, so
-two different prefixes cannot meet. Sources: Kwon et al., "PagedAttention" (2023); Zheng et al., "SGLang" (2024).
+A full block is found by its exact content: the tokens in it and all tokens before it. The key of a
+block is (number of the prefix before it, its tokens), and such numbers are never used again, so
+two different prefixes cannot collide. Sources: Kwon et al., "PagedAttention" (2023); Zheng et al., "SGLang" (2024).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ROOT = 0  # the number of the empty prefix
 
 @dataclass(eq=False)
 class BlockTable:
-    """One sequence's blocks in the order of its text; ``length`` tokens are written, from the first slot on.
+    """One sequence's blocks in the order of its tokens; ``length`` tokens are written, from the first slot on.
 
-    ``prefix`` is the number of the text in the first ``filed`` blocks.
+    ``prefix`` is the number of the prefix that the first ``hashed_blocks`` hold.
     """
 
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     prefix: int = ROOT
-    filed: int = 0
+    hashed_blocks: int = 0
 
 
 @dataclass
 class PoolCounts:
-    """Since the pool was made: tokens asked for and found by their content, blocks evicted, blocks copied."""
+    """Since the pool was made: tokens looked up, and found, by their content; blocks evicted; blocks copied."""
 
     asked_tokens: int = 0
     found_tokens: int = 0
@@ -46,13 +46,7 @@ class PoolCounts:
 
 
 class BlockPool:
-    """Hands out blocks and takes them back.
-
-    Args:
-        n_blocks: all there are.
-        block_size: tokens a block.
-        share_prefixes: keep full blocks findable by their content.
-    """
+    """``n_blocks`` of ``block_size`` tokens; with ``share_prefixes``, full ones can be found by their content."""
 
     def __init__(self, n_blocks: int, block_size: int = 8, share_prefixes: bool = True) -> None:
         if n_blocks < 1 or block_size < 1:
@@ -60,15 +54,15 @@ class BlockPool:
         self.n_blocks, self.block_size, self.share_prefixes = n_blocks, block_size, share_prefixes
         self.counts = PoolCounts()
         self._free = list(range(n_blocks - 1, -1, -1))
-        self._cached: dict[int, None] = {}  # no owner, content kept; the least recently released first
+        self._cached: dict[int, None] = {}  # no owner, content kept; the least recently used first
         self._refs = [0] * n_blocks
         self._numbers = count(ROOT + 1)
-        self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> number, block
+        self._by_content: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> number, block
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> key
 
     @property
     def available(self) -> int:
-        """Blocks that can be had now: free ones, and cached ones that would be evicted."""
+        """Blocks that can be taken now: free ones, and cached ones that would be evicted."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -78,14 +72,14 @@ class BlockPool:
 
     @property
     def cached(self) -> list[int]:
-        """Blocks that nobody holds and whose content is kept, the next to be evicted first."""
+        """Blocks without an owner whose content is kept, the next to be evicted first."""
         return list(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
-    # --- a table's life ---------------------------------------------------------------
+    # --- tables ---------------------------------------------------------------------------
 
     def open(self, tokens: Sequence[int]) -> BlockTable:
         """A table that shares the longest cached prefix of ``tokens``: whole blocks, and never the last token.
@@ -95,13 +89,13 @@ class BlockPool:
         table = BlockTable()
         for start in range(0, len(tokens) - self.block_size, self.block_size):
             key = (table.prefix, tuple(tokens[start : start + self.block_size]))
-            if key not in self._found:
+            if key not in self._by_content:
                 break
-            table.prefix, block = self._found[key]
+            table.prefix, block = self._by_content[key]
             self._share(block)
             table.blocks.append(block)
-        table.filed = len(table.blocks)
-        table.length = table.filed * self.block_size
+        table.hashed_blocks = len(table.blocks)
+        table.length = table.hashed_blocks * self.block_size
         return table
 
     def missing(self, table: BlockTable, n_new: int) -> int:
@@ -115,10 +109,9 @@ class BlockPool:
         return slack + available * self.block_size if available >= 0 else 0
 
     def grow(self, table: BlockTable, n_new: int) -> list[tuple[int, int]]:
-        """Give the table blocks for ``n_new`` more tokens, no more than there is :meth:`room` for.
+        """Give the table blocks for ``n_new`` more tokens, at most :meth:`room`.
 
-        Returns:
-            blocks to copy before anything is written, (from, to): the next slot was in a block that others hold too.
+        Returns the blocks to copy before anything is written, (from, to): the next slot was in a shared block.
         """
         copies = []
         if self._must_copy(table):
@@ -132,35 +125,35 @@ class BlockPool:
         return copies
 
     def commit(self, table: BlockTable, tokens: Sequence[int], n_new: int) -> None:
-        """Note that ``n_new`` more of the sequence's ``tokens`` are written; file blocks that are now full."""
+        """Note that ``n_new`` more of the sequence's ``tokens`` are written; full blocks can be found from now on."""
         table.length += n_new
         if not self.share_prefixes:
             return
-        for index in range(table.filed, table.length // self.block_size):
+        for index in range(table.hashed_blocks, table.length // self.block_size):
             key = (table.prefix, tuple(tokens[index * self.block_size : (index + 1) * self.block_size]))
             block = table.blocks[index]
-            if key not in self._found:
-                self._found[key] = next(self._numbers), block
+            if key not in self._by_content:
+                self._by_content[key] = next(self._numbers), block
                 self._key_of[block] = key
-            table.prefix = self._found[key][0]
-        table.filed = table.length // self.block_size
+            table.prefix = self._by_content[key][0]
+        table.hashed_blocks = table.length // self.block_size
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks. Whoever writes first into a shared block gets a copy of it."""
+        """A second table over the same blocks: copy on write, block by block."""
         for block in table.blocks:
             self._share(block)
-        return BlockTable(list(table.blocks), table.length, table.prefix, table.filed)
+        return BlockTable(list(table.blocks), table.length, table.prefix, table.hashed_blocks)
 
     def close(self, table: BlockTable) -> None:
-        """Give all blocks back, the last one first: the end of a text is evicted before its beginning."""
+        """Give all blocks back, the last one first: the end of a sequence is evicted before its beginning."""
         for block in reversed(table.blocks):
             self._release(block)
         table.blocks.clear()
-        table.length = table.filed = 0
+        table.length = table.hashed_blocks = 0
         table.prefix = ROOT
 
     def drop_cached(self) -> list[int]:
-        """Forget all content that nobody holds; returns the blocks, which are now free."""
+        """Forget all content of blocks without an owner; returns these blocks, which are now free."""
         dropped = self.cached
         for block in dropped:
             self._forget(block)
@@ -170,7 +163,7 @@ class BlockPool:
     # --- single blocks ------------------------------------------------------------------
 
     def _must_copy(self, table: BlockTable) -> bool:
-        """The next slot is in a block that somebody else holds too."""
+        """Whether the next slot is in a block that another table holds too."""
         index = table.length // self.block_size
         return index < len(table.blocks) and self._refs[table.blocks[index]] > 1
 
@@ -198,25 +191,21 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._cached[block]
-        del self._found[self._key_of.pop(block)]
+        del self._by_content[self._key_of.pop(block)]
 
-    # --- accounts -----------------------------------------------------------------------
+    # --- accounting -----------------------------------------------------------------------
 
     def live_tokens(self, tables: Iterable[BlockTable]) -> int:
         """Slots that hold a token of one of the tables, shared ones counted once."""
         filled: dict[int, int] = {}
         for table in tables:
             for index, block in enumerate(table.blocks):
-                # All who share a block have filled it equally far.
+                # All tables that share a block have filled it equally far.
                 filled[block] = min(max(table.length - index * self.block_size, 0), self.block_size)
         return sum(filled.values())
 
     def check(self, tables: Iterable[BlockTable] | None = None) -> None:
-        """Assert that free + cached + used is all there is and, given all tables, that each reference is theirs.
-
-        Raises:
-            AssertionError: the accounts do not add up.
-        """
+        """Assert that free + cached + used are all blocks and, given all tables, that each reference is theirs."""
         free, cached = set(self._free), set(self._cached)
         used = {block for block, refs in enumerate(self._refs) if refs}
         assert len(free) == len(self._free), "a block is free twice"
@@ -225,8 +214,8 @@ class BlockPool:
         assert min(self._refs) >= 0, "a block was released more often than it was taken"
         assert cached <= self._key_of.keys(), "a cached block cannot be found"
         assert not free & self._key_of.keys(), "a free block can be found"
-        found = {(block, key) for key, (_, block) in self._found.items()}
-        assert found == set(self._key_of.items()), "a block is filed under another's content"
+        found = {(block, key) for key, (_, block) in self._by_content.items()}
+        assert found == set(self._key_of.items()), "a block is found under another's content"
         if tables is not None:
             held = [0] * self.n_blocks
             for table in tables:

@@ -13,9 +13,8 @@ from nanoinfer.models.attention import attend
 class ContiguousCache:
     """Keys and values of one batch, ``[L, B, n_kv, S, d_h]`` each.
 
-    All rows share one length: row ``b``'s token at slot ``s`` was written in the
-    same forward pass as every other row's. Rows of unlike lengths are therefore
-    padded on the left, and the mask hides the padding.
+    All rows share one length: slot ``s`` of every row was written in the same forward pass. Rows of unlike
+    lengths are therefore padded on the left, and the mask hides the padding.
 
     ``nbytes`` are the bytes allocated: ``2 * L * B * n_kv * S * d_h * bytes per element``.
     """
@@ -31,7 +30,7 @@ class ContiguousCache:
         self.capacity, self.length = capacity, 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[B, n_kv, T, d_h]`` behind what is there; return all of this layer, ``[B, n_kv, S, d_h]``."""
+        """Write ``[B, n_kv, T, d_h]`` after what is there; return all of this layer, ``[B, n_kv, S, d_h]``."""
         end = self.length + k.shape[2]
         if end > self.capacity:
             raise RequestError(f"KV cache holds {self.capacity} tokens a row and cannot take {end}")
@@ -40,7 +39,7 @@ class ContiguousCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Store ``k`` and ``v``, then let ``q`` look at all of this layer; as in :class:`KVCache`."""
+        """As in :class:`~nanoinfer.models.attention.KVCache`."""
         return attend(q, *self.update(layer, k, v), mask)
 
     def advance(self, n_tokens: int) -> None:

@@ -1,12 +1,15 @@
-"""The paged KV cache: keys and values in blocks that need not be neighbours.
+"""The paged KV cache: keys and values in blocks that need not be adjacent.
 
-:mod:`nanoinfer.cache.blocks` decides which block belongs to whom; here are the tensors. Rows of a step need
-not be alike: one brings its newest token, another a chunk of its prompt. All their tokens lie one
-behind the other in a single packed row, so that the model's products see no padding at all.
+:mod:`nanoinfer.cache.blocks` decides which sequence holds which block; here are the tensors. Rows of a step need
+not be alike: one brings its newest token, another a chunk of its prompt. All their tokens are packed one
+after the other into a single row, so that the model's products see no padding at all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,14 +17,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockTable
-from nanoinfer.cache.memory import clear, zeros
 from nanoinfer.cache.ragged import Ragged, RaggedFlash, RaggedSdpa
 from nanoinfer.configs.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """``n`` tokens of one sequence, behind the ``table.length`` ones that are there; the blocks are taken already."""
+    """``n`` tokens of one sequence, after the ``table.length`` that are there; their blocks are taken already."""
 
     table: BlockTable
     n: int
@@ -47,15 +49,15 @@ class PagedCache:
         self.block_size = block_size
 
     def step(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> PagedStep:
-        """Prepare for one forward pass of a model over these rows; the result is the pass's cache.
+        """The cache of one forward pass over these rows; arguments as in :meth:`prepare`.
 
-        Rows of one new token that are neighbours and of similar length are quickest. ``copies`` as in :meth:`prepare`.
+        Adjacent rows of one new token and of similar length are quickest.
         """
         self.prepare(rows, copies)
         return PagedStep(self, rows)
 
     def prepare(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> None:
-        """Make the blocks ready for a step, whoever computes it.
+        """Make the blocks ready for a step.
 
         A block that is begun and not filled keeps what its last owner left. A mask does not stop a NaN there: 0 * NaN
         is NaN. So it begins with zeros, as the contiguous cache does.
@@ -81,7 +83,7 @@ class PagedCache:
 class PagedStep:
     """One forward pass over the paged cache; a :class:`~nanoinfer.models.attention.KVCache` of ``[1, N]`` tokens.
 
-    ``ids`` of the pass are the rows' new tokens one behind the other, ``positions`` are here: ``[1, N]``.
+    ``ids`` of the pass are the rows' new tokens one after the other, ``positions`` are here: ``[1, N]``.
     """
 
     def __init__(self, cache: PagedCache, rows: Sequence[NewTokens]) -> None:
@@ -90,11 +92,11 @@ class PagedStep:
         slots = [blocks[i // size] * size + i % size for blocks, span in spans for i in span]
         self.slots = torch.tensor(slots, device=device)  # [N], where the new tokens go
         self.positions = torch.tensor([[i for _, span in spans for i in span]], device=device)
-        ways: type[Ragged] = RaggedFlash if RaggedFlash.fits(cache.k) else RaggedSdpa
-        self.ragged = ways([(row.table.blocks, row.table.length, row.n) for row in rows], cache.k)
+        attention: type[Ragged] = RaggedFlash if RaggedFlash.fits(cache.k) else RaggedSdpa
+        self.ragged = attention([(row.table.blocks, row.table.length, row.n) for row in rows], cache.k)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Write ``k`` and ``v`` into the blocks, then let each row look at its own text; shapes as in ``KVCache``."""
+        """Write ``k`` and ``v`` into the blocks, then attend in each row to its own tokens; as in ``KVCache``."""
         assert mask is None, "the rows of a paged step need no mask"
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [N, n, d_h]
         for store, new in ((self.cache.k, k), (self.cache.v, v)):
@@ -103,3 +105,27 @@ class PagedStep:
 
     def advance(self, n_tokens: int) -> None:
         """Nothing to do: the tables know their lengths."""
+
+
+def zeros(shape: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Zeros; on Linux's CPUs in pages of 2 MiB where the system gives them.
+
+    A step reads a little of every layer, all over the cache. With pages of 4 KiB, each piece is a TLB miss, and the
+    first touch of each a page fault.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or not nbytes:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)  # keeps the memory alive
+
+
+def clear(store: Tensor, blocks: Sequence[int]) -> None:
+    """Put zeros into these blocks of every layer of ``store``, ``[L, n_blocks, block_size, n_kv, d_h]``."""
+    if store.device.type == "cpu":
+        # By NumPy, in this thread: PyTorch's threads would then spin on cores that the next step needs.
+        store.flatten(2).view(torch.uint8).numpy()[:, list(blocks)] = 0
+    else:
+        store.index_fill_(1, torch.tensor(blocks, device=store.device), 0.0)

@@ -1,8 +1,8 @@
-"""Attention of rows that have nothing in common: one new token here, a chunk of a prompt there.
+"""Attention of rows of unlike lengths: one new token in some, a chunk of a prompt in others.
 
-Both ways take the same arguments and give the same result. :class:`RaggedSdpa` runs everywhere. It was the
-quickest of those measured on CPUs: gather the blocks of rows of similar length into one padded tensor,
-then PyTorch's own attention. :class:`RaggedFlash` is one kernel that ships with PyTorch for CUDA.
+Both implementations take the same arguments and give the same result. :class:`RaggedSdpa` runs everywhere, and was
+the quickest of those measured on CPUs: gather the blocks of rows of similar length into one padded tensor, then
+PyTorch's own attention. :class:`RaggedFlash` is one kernel that ships with PyTorch for CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoinfer.models.attention import attend
 
 #: Of each row: its blocks, tokens written before this step, new tokens.
 Row = tuple[Sequence[int], int, int]
-#: Rows are gathered together as long as padding at most so much more is read than is there.
+#: Rows are gathered together as long as padded blocks are at most this multiple of the rows' own.
 MOST_PADDED = 1.3
 
 
@@ -34,12 +34,9 @@ class Ragged(Protocol):
         """Attend in one layer.
 
         Args:
-            q: ``[N, n_q, d_h]``, the new tokens of all rows one behind the other.
+            q: ``[N, n_q, d_h]``, the new tokens of all rows one after the other; so is the result.
             k, v: ``[N, n_kv, d_h]``, of the same tokens; they are in the blocks already.
             k_blocks, v_blocks: ``[n_blocks, block_size, n_kv, d_h]``.
-
-        Returns:
-            ``[N, n_q, d_h]``.
         """
 
 
@@ -51,14 +48,14 @@ class RaggedSdpa:
         self.singles: list[tuple[slice, Tensor, Tensor]] = []  # packed rows, blocks [R, M], mask [R, 1, 1, S]
         self.chunks: list[tuple[slice, Tensor | None, int]] = []  # packed tokens, blocks [1, M], visible tokens
         at = 0
-        for group in _groups(rows, self.size):
+        for group in group_rows(rows, self.size):
             _, start, n = group[0]
             if n == 1:
                 where = slice(at, at + len(group))
                 self.singles.append((where, self._blocks(group, store), self._mask(group, store)))
             else:
                 where = slice(at, at + n)
-                # With nothing written before, all that is visible is at hand.
+                # With nothing written before, k and v are all that is visible.
                 self.chunks.append((where, self._blocks(group, store) if start else None, start + n))
             at = where.stop
 
@@ -69,16 +66,16 @@ class RaggedSdpa:
             grouped = q[where].reshape(-1, n_kv, n_q // n_kv, d_head)
             keys, values = _gather(k_blocks, blocks), _gather(v_blocks, blocks)  # [R, n_kv, S, d_h]
             out[where] = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)
-        for where, some, visible in self.chunks:
-            if some is None:
+        for where, index, visible in self.chunks:
+            if index is None:
                 keys, values = (x[where].transpose(0, 1)[None] for x in (k, v))
             else:
-                keys, values = (_gather(x, some)[:, :, :visible] for x in (k_blocks, v_blocks))
+                keys, values = (_gather(x, index)[:, :, :visible] for x in (k_blocks, v_blocks))
             out[where] = attend(q[where].transpose(0, 1)[None], keys, values).view(-1, n_q, d_head)
         return out
 
     def _blocks(self, group: Sequence[Row], store: Tensor) -> Tensor:
-        """``[R, M]``; a short row is filled up with its own first block, which holds nothing but finite numbers."""
+        """``[R, M]``; a short row is padded with its own first block, which holds finite numbers only."""
         needed = [-(-(start + n) // self.size) for _, start, n in group]
         longest = max(needed)
         return torch.tensor(
@@ -100,8 +97,8 @@ def _gather(blocks: Tensor, index: Tensor) -> Tensor:
     return blocks.index_select(0, index.flatten()).view(len(index), -1, n_kv, d_head).transpose(1, 2)
 
 
-def _groups(rows: Sequence[Row], size: int) -> list[list[Row]]:
-    """Neighbours that may be padded to one length; a row of several tokens is alone."""
+def group_rows(rows: Sequence[Row], size: int) -> list[list[Row]]:
+    """Adjacent rows that may be padded to one length; a row of several tokens is a group of its own."""
     groups: list[list[Row]] = []
     longest = total = 0  # blocks: of the last group's longest row, of all its rows
     for row in rows:

@@ -54,12 +54,12 @@ class TestLengths:
         assert (table.blocks, table.length) == (list(range(blocks)), 0)  # taken, and nothing written yet
         assert (pool.missing(table, tokens), pool.room(table), pool.available) == (0, 12, 3 - blocks)
         pool.commit(table, text, tokens)
-        assert (table.length, table.filed, pool.room(table)) == (tokens, full, 12 - tokens)
+        assert (table.length, table.hashed_blocks, pool.room(table)) == (tokens, full, 12 - tokens)
         assert pool.live_tokens([table]) == tokens
         pool.check([table])
         pool.close(table)
         assert table.blocks == []
-        assert (table.length, table.filed, table.prefix) == (0, 0, ROOT)
+        assert (table.length, table.hashed_blocks, table.prefix) == (0, 0, ROOT)
         assert (pool.used, pool.available) == (0, 3)
         pool.check([])
         assert sorted(pool.drop_cached()) == list(range(full))
@@ -78,7 +78,7 @@ class TestLengths:
     def test_blocks_of_one_token(self) -> None:
         pool = BlockPool(3, 1)
         table = opened(pool, [5, 6, 7])
-        assert (table.filed, pool.room(table)) == (3, 0)
+        assert (table.hashed_blocks, pool.room(table)) == (3, 0)
         twin = pool.fork(table)
         assert (pool.missing(twin, 1), pool.room(twin)) == (1, 0)  # a new block, and never a copy
         pool.close(table)
@@ -99,7 +99,11 @@ class TestPrefixes:
         pool, text = BlockPool(8, SIZE), [*A, *B, *C, 50]
         pool.close(opened(pool, text))
         table = pool.open([*text, 51][:tokens])
-        assert (table.length, table.filed, table.blocks) == (length, length // SIZE, [0, 1, 2][: length // SIZE])
+        assert (table.length, table.hashed_blocks, table.blocks) == (
+            length,
+            length // SIZE,
+            [0, 1, 2][: length // SIZE],
+        )
         pool.check([table])
 
     def test_found_while_others_hold_it_and_after(self) -> None:
@@ -159,7 +163,7 @@ class TestPrefixes:
     def test_sharing_turned_off(self) -> None:
         pool = BlockPool(4, SIZE, share_prefixes=False)
         table = opened(pool, [*A, *B])
-        assert (table.length, table.filed, found(pool, [*A, *B, 0])) == (8, 0, 0)
+        assert (table.length, table.hashed_blocks, found(pool, [*A, *B, 0])) == (8, 0, 0)
         pool.close(table)
         assert (found(pool, [*A, *B, 0]), pool.available, pool.drop_cached()) == (0, 4, [])
 
@@ -373,8 +377,8 @@ class TestAccounts:
         ("a cached block cannot be found", lambda pool: pool._key_of.pop(2)),
         ("a free block can be found", lambda pool: pool._free.append(pool._cached.popitem()[0])),
         ("another's content", lambda pool: pool._key_of.__setitem__(2, pool._key_of[0])),
-        ("another's content", lambda pool: pool._found.__setitem__(pool._key_of[2], (2, 3))),
-        ("another's content", lambda pool: pool._found.__setitem__((99, (1, 2, 3, 4)), (99, 4))),
+        ("another's content", lambda pool: pool._by_content.__setitem__(pool._key_of[2], (2, 3))),
+        ("another's content", lambda pool: pool._by_content.__setitem__((99, (1, 2, 3, 4)), (99, 4))),
         ("another's content", lambda pool: pool._key_of.pop(0)),
     ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import mmap
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from nanoinfer.cache import paged, ragged
 from nanoinfer.cache.blocks import BlockTable
 from nanoinfer.cache.contiguous import ContiguousCache
-from nanoinfer.cache.paged import NewTokens, PagedCache
+from nanoinfer.cache.paged import NewTokens, PagedCache, clear, zeros
 from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa
 from nanoinfer.configs.config import ModelConfig
 from tests.engines.helpers import GPT2, LLAMA, tiny
@@ -144,11 +146,11 @@ class TestGroups:
     )
     def test_which_go_together(self, lengths: list[int], expected: list[int]) -> None:
         rows = [([], n - 1, 1) for n in lengths]
-        assert [len(group) for group in ragged._groups(rows, 4)] == expected
+        assert [len(group) for group in ragged.group_rows(rows, 4)] == expected
 
     def test_a_chunk_is_alone(self) -> None:
         rows = [([], 3, 1), ([], 3, 2), ([], 3, 2), ([], 3, 1), ([], 3, 1)]
-        assert [len(group) for group in ragged._groups(rows, 4)] == [1, 1, 1, 2]
+        assert [len(group) for group in ragged.group_rows(rows, 4)] == [1, 1, 1, 2]
 
     @pytest.mark.parametrize("most", [1.0, 1.3, 1e9])
     def test_the_grouping_changes_nothing(self, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,3 +273,29 @@ def test_the_kernel_equals_sdpa(dtype: torch.dtype, n_kv: int) -> None:
             at += 1
     ways = [way(rows, store)(q, k, v, store[0], store[1]) for way in (RaggedFlash, RaggedSdpa)]
     torch.testing.assert_close(*ways, atol=2e-2, rtol=2e-2)
+
+
+# --- memory ---------------------------------------------------------------------
+
+SHAPE = (2, 5, 4, 3, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_are_a_plain_tensor_that_outlives_its_function(dtype: torch.dtype) -> None:
+    x = zeros(SHAPE, "cpu", dtype)
+    gc.collect()
+    assert x.shape == SHAPE and x.dtype == dtype and x.is_contiguous() and not x.any()
+    x += 1
+    assert float(x.float().sum()) == 2 * 5 * 4 * 3 * 8
+
+
+def test_no_zeros_and_a_system_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zeros((2, 0, 4), "cpu", torch.float32).numel() == 0
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert not zeros(SHAPE, "cpu", torch.float32).any()
+
+
+def test_clear_takes_the_named_blocks_of_every_layer_and_no_others() -> None:
+    store = torch.full(SHAPE, float("nan"), dtype=torch.bfloat16)
+    clear(store, [1, 4])
+    assert [int(store[:, block].isnan().sum()) for block in range(5)] == [192, 0, 192, 192, 0]

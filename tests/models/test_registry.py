@@ -63,7 +63,7 @@ def test_folder_whose_config_is_not_whole(tmp_path: Path) -> None:
     folder = folder_of_tiny_gpt2(tmp_path)
     for text, says in [
         ("{", r"config\.json: damaged"),
-        ("[]", "not a model's config"),
+        ("[]", "not a JSON object"),
         ("[" * 100_000, r"config\.json: damaged"),
         ('{"model_type": ["gpt2"]}', "is not supported"),
         ("{}", "'model_type' is missing"),
