@@ -1,8 +1,15 @@
-"""A text to measure with that ships with the library: the same for everybody, and no download."""
+"""Facts and texts that ship with the library, so that nothing is downloaded: datasheets, and a text to measure with."""
 
 from __future__ import annotations
 
+import tomllib
 from importlib.resources import files
+from typing import Any
+
+
+def read_toml(name: str) -> dict[str, Any]:
+    """The tables of ``name.toml``, one of this folder's files."""
+    return tomllib.loads(files("nanoinfer.data").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def sample_text() -> str:

@@ -1,31 +1,138 @@
-"""What the vendor says a device can do, looked up by name.
+"""What the vendor says a device can do, looked up by name; the figures stand in ``nanoinfer/data/devices.toml``.
 
-A prediction is only as good as the peak it divides by, and the commonest slip is to
-divide by the wrong one: from Ada and Hopper on, vendors headline the rate with 2:4
-structured sparsity, twice what a dense model can reach. So dense and sparse peaks are
-kept apart and only dense ones are returned unless sparsity is asked for by name. A value
-that is unpublished or contested is ``None`` and refused with the reason, never guessed.
-
-The rows live in :mod:`nanoinfer.theory.datasheets` and
-:mod:`nanoinfer.theory.datasheets_other`; ceilings measured on this machine come from
-:mod:`nanoinfer.calibrate.machine`.
+From Ada and Hopper on, vendors headline the rate with 2:4 structured sparsity, twice what a dense model can reach. So
+dense and sparse peaks are kept apart, and only dense ones are returned unless sparsity is asked for by name. A value
+that is unpublished or contested is ``None`` and refused with the reason, never guessed. Ceilings measured on this
+machine come from :mod:`nanoinfer.calibrate.machine`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
-from nanoinfer.errors import DeviceError, nearest
-from nanoinfer.theory import datasheets, datasheets_other
-from nanoinfer.theory.datasheets import DTYPES, LINKS, Device, Link, Source
+from nanoinfer.data import read_toml
+from nanoinfer.errors import DeviceError, check, nearest
 
-__all__ = ["DEVICES", "DTYPES", "LINKS", "Device", "Link", "Source", "device", "link", "peak", "ridge"]
+DTYPES: Final = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+Rates = Mapping[str, float | None]
 
-#: Every device known, by its name.
-DEVICES: Final[dict[str, Device]] = {row.name: row for row in (*datasheets.DEVICES, *datasheets_other.DEVICES)}
+Row = TypeVar("Row", bound="Device | Link")
 
-#: torch's and people's names for the dtypes of a datasheet.
+#: Microseconds of a call where a link's row names none: the order of magnitude for ranks of one server, an assumption.
+ALPHA_US: Final = 8.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a row's figures stand."""
+
+    title: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between devices; ``gbs_one_way`` in GB/s per device and direction.
+
+    ``latency_us`` is alpha in microseconds per ALL-REDUCE of a small message: one whole
+    collective call, launch included, neither per hop nor per message. (Chen counts four
+    messages a layer at 8 us each, a V100-era guess; counted per all-reduce it is two a layer.)
+    Of a link ``between_servers`` it is that of two servers. No vendor publishes it: measure it where
+    there are several ranks.
+    """
+
+    name: str
+    gbs_one_way: float
+    source: Source
+    latency_us: float = ALPHA_US
+    note: str = ""
+    aliases: tuple[str, ...] = ()
+    between_servers: bool = False
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as its vendor describes it.
+
+    ``kind`` ``gpu`` is any accelerator driven like one. ``memory_gb`` is the vendor's figure (of
+    a CPU: the most it takes); ``bandwidth_gbs`` GB/s = 1e9 bytes/s of its main memory; ``watts``
+    the board's limit (a CPU's TDP). ``link`` is the interconnect to devices of the same kind (``None``: only the host).
+    Rates are in TFLOP/s (TOP/s for int8): a dtype that is missing has no unit, a ``None`` no published figure.
+    """
+
+    name: str
+    vendor: str
+    kind: Literal["gpu", "tpu", "cpu"]
+    memory_gb: float
+    bandwidth_gbs: float
+    dense_tflops: Rates = field(hash=False)
+    source: Source
+    sparse_tflops: Rates = field(default_factory=dict, hash=False)
+    link: Link | None = None
+    watts: float | None = None
+    note: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that surely exist: ``memory_gb`` x 1e9. Vendors' GB are often GiB: a driver may show 7% more."""
+        return self.memory_gb * 1e9
+
+
+def read_links(data: Mapping[str, Any]) -> dict[str, Link]:
+    """The links of a file such as ``devices.toml``, by name. Raises as :func:`read_devices` does."""
+    links = {}
+    for name, row in data["links"].items():
+        link = Link(**{**row, **_common(name, row, data["sources"])})
+        check(f"gbs_one_way of {name}", link.gbs_one_way, above=0, error=DeviceError)
+        check(f"latency_us of {name}", link.latency_us, at_least=0, error=DeviceError)
+        links[name] = link
+    return links
+
+
+def read_devices(data: Mapping[str, Any], links: Mapping[str, Link]) -> dict[str, Device]:
+    """The devices of a file such as ``devices.toml``, by name.
+
+    Raises:
+        DeviceError: a figure that is not a number above 0, or an unknown dtype.
+        KeyError, TypeError: a source or link that is not in the file, a field that is unknown or missing.
+    """
+    devices = {}
+    for name, row in data["devices"].items():
+        board = {"kind": "gpu", **row["board"]}
+        link = links[board["link"]] if "link" in board else None
+        rates = {kind: _rates(name, row.get(kind, {})) for kind in ("dense_tflops", "sparse_tflops")}
+        rest = {key: value for key, value in row.items() if key != "board"}
+        device = Device(**{**board, **rest, **rates, **_common(name, {**board, **rest}, data["sources"]), "link": link})
+        for figure in ("memory_gb", "bandwidth_gbs", *(("watts",) if "watts" in board else ())):
+            check(f"{figure} of {name}", getattr(device, figure), above=0, error=DeviceError)
+        devices[name] = device
+    return devices
+
+
+def _common(name: str, row: Mapping[str, Any], sources: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    return {"name": name, "source": Source(*sources[row["source"]]), "aliases": tuple(row.get("aliases", ()))}
+
+
+def _rates(name: str, row: Mapping[str, float | str]) -> Rates:
+    """A row's rates: ``"unpublished"`` becomes ``None``."""
+    for dtype, value in row.items():
+        if dtype not in DTYPES:
+            raise DeviceError(f"unknown dtype '{dtype}' of {name}; {nearest(dtype, DTYPES)}")
+        if value != "unpublished":
+            check(f"{dtype} of {name}", value, above=0, error=DeviceError)
+    return {dtype: None if isinstance(value, str) else value for dtype, value in row.items()}
+
+
+_DATA: Final = read_toml("devices")
+#: Every link and device known, by its name.
+LINKS: Final = read_links(_DATA)
+DEVICES: Final = read_devices(_DATA, LINKS)
+
+#: torch's and colloquial names of a datasheet's dtypes.
 _DTYPE_ALIASES: Final = {
     "float32": "fp32",
     "float": "fp32",
@@ -48,17 +155,18 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", re.sub(_MAKERS, "", name.lower().replace("_", " ")))
 
 
-def _index() -> dict[str, Device]:
-    found: dict[str, Device] = {}
-    for row in DEVICES.values():
+def _by_key(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Rows by every name and alias. Raises ValueError where one names two rows."""
+    found: dict[str, Row] = {}
+    for row in rows.values():
         for name in (row.name, *row.aliases):
             if found.setdefault(_key(name), row) is not row:
-                raise ValueError(f"datasheets: '{name}' names both {found[_key(name)].name} and {row.name}")
+                raise ValueError(f"devices.toml: '{name}' names both {found[_key(name)].name} and {row.name}")
     return found
 
 
-_BY_KEY: Final = _index()
-_LINKS_BY_KEY: Final = {_key(name): row for row in LINKS.values() for name in (row.name, *row.aliases)}
+_DEVICES_BY_KEY: Final = _by_key(DEVICES)
+_LINKS_BY_KEY: Final = _by_key(LINKS)
 
 
 def device(name: str) -> Device:
@@ -67,7 +175,7 @@ def device(name: str) -> Device:
     A bare family name means its commonest board: ``h100`` is the SXM one, ``a100`` the 80 GB
     SXM one, ``b200`` the 180 GB HGX one. Raises :class:`DeviceError` with the nearest names.
     """
-    found = _BY_KEY.get(_key(name))
+    found = _DEVICES_BY_KEY.get(_key(name))
     if found is None:
         names = {alias: row.name for row in DEVICES.values() for alias in (row.name.lower(), *row.aliases)}
         raise DeviceError(f"unknown device '{name}'; {nearest(name.lower(), names)}")

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+from copy import deepcopy
+from typing import Any
 
 import pytest
 
+from nanoinfer.data import read_toml
 from nanoinfer.errors import DeviceError
 from nanoinfer.theory import hardware
-from nanoinfer.theory.hardware import DEVICES, DTYPES, LINKS, device, link, peak, ridge
+from nanoinfer.theory.hardware import DEVICES, DTYPES, LINKS, device, link, peak, read_devices, ridge
 
 # GB, GB/s, then bf16, fp8 and int8 in dense TFLOP/s. None: the device lacks it, or it is contested.
 TABLE = {
@@ -144,7 +145,9 @@ def test_errors_say_the_way_out() -> None:
         peak("B300", "int8")
     with pytest.raises(DeviceError, match="unknown dtype 'fp9'; did you mean"):
         peak("H100", "fp9")
-    with pytest.raises(DeviceError, match=r"EPYC 9654 has no published and agreed dense fp32 peak .*calibrate$"):
+    with pytest.raises(
+        DeviceError, match=r"EPYC 9654 has no published and agreed dense fp32 peak .*nanoinfer\.calibrate\.machine$"
+    ):
         peak("EPYC 9654", "fp32")
 
 
@@ -154,6 +157,24 @@ def test_torch_names_of_dtypes() -> None:
     assert peak("H100", "float8_e4m3fn") == 1979e12
 
 
-def test_needs_no_torch() -> None:
-    code = "import sys, nanoinfer.theory.hardware; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("board", "memory_gb"), 0, "memory_gb of T4 must be above 0, got 0"),
+        (("board", "watts"), "70", "watts of T4 must be above 0, got '70'"),
+        (("dense_tflops", "fp16"), -65, "fp16 of T4 must be above 0, got -65"),
+        (("dense_tflops", "fp16"), "unknown", "fp16 of T4 must be above 0, got 'unknown'"),
+        (("sparse_tflops",), {"fp17": 1}, "unknown dtype 'fp17' of T4; did you mean"),
+        (("board", "source"), "hearsay", "hearsay"),
+        (("board", "link"), "NVLink 9", "NVLink 9"),
+        (("wats",), 70, "wats"),
+    ],
+)
+def test_a_bad_row_is_refused_when_it_is_read(path: tuple[str, ...], value: Any, words: str) -> None:
+    data = deepcopy(read_toml("devices"))
+    row = data["devices"]["T4"]
+    for key in path[:-1]:
+        row = row[key]
+    row[path[-1]] = value
+    with pytest.raises((DeviceError, KeyError, TypeError), match=words):
+        read_devices(data, LINKS)
