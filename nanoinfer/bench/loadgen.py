@@ -72,19 +72,18 @@ async def open_loop(
 ) -> Run:
     """Send each item at its time, whatever has become of those before.
 
+    Ctrl-C (or another cancellation) ends the run early, and what there is of it is returned, ``interrupted``.
+
     Args:
-        target: what to send to; stays open.
+        target: stays open.
         items: with their times, from the opening of the window.
         warmup: sent before, at times of their own; the window opens where their schedule ends. Where they are
             all due at once, it opens when all have ended.
         seconds: length of the window. None: that of the schedule, which ends a mean gap after its last request, so
             that requests over window is the rate; where all are due at once, until the last has ended.
-        timeout_s: seconds that a request may take before it is given up.
+        timeout_s: after which a request is given up.
         on_done: called with each trace when it has ended.
-        settings: kept in the run, together with what is known here.
-
-    Returns:
-        the run; after Ctrl-C (or another cancellation) what there is of it, ``interrupted``.
+        settings: kept in the run, with those of the loop and the target.
 
     Raises:
         RequestError: before anything is sent, for times before 0 or after the window, or a warm-up prompt that
@@ -141,16 +140,11 @@ async def closed_loop(
     a server that refuses at once would otherwise be asked as fast as this machine can.
 
     Args:
-        target: as there, and so are ``timeout_s``, ``on_done`` and ``settings``.
         items: taken in order, their times ignored; may have no end where ``seconds`` or ``requests`` is set.
-        users: how many.
-        think_s: seconds from an answer's end to its user's next request.
+        think_s: from an answer's end to its user's next request.
         seconds: length of the window: users who are ready later send no more. None: until the last has ended.
         requests: how many to send in all, warm-up aside.
         warmup: what the users send first; the window opens with the first item after these.
-        timeout_s: see above.
-        on_done: see above.
-        settings: see above.
 
     Raises:
         RequestError: numbers that make no load, or a warm-up prompt that is measured too.

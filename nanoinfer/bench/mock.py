@@ -14,10 +14,10 @@ import json
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 import typer
 from aiohttp import web
@@ -32,7 +32,7 @@ TOKEN: Final = " tok"
 
 @dataclass(frozen=True)
 class MockTiming:
-    """How one request is answered: seconds from the request to the first token, and between tokens."""
+    """Seconds from a request to its first token, and between tokens."""
 
     ttft: float = 0.05
     gap: float = 0.02
@@ -53,8 +53,8 @@ class LoggedRequest:
 
 
 class MockFrames:
-    """The frames of one answer, one token each, put together from constant parts and not by :mod:`nanoinfer.serve`:
-    the mock must be faster than what is measured with it."""
+    """The frames of one answer, put together from constant parts and not by :mod:`nanoinfer.serve`: the mock must be
+    faster than what is measured with it."""
 
     def __init__(self, body: dict[str, Any], prompt_tokens: int, is_chat: bool) -> None:
         self.tokens, self.sent, self.prompt_tokens = int(body.get("max_tokens", 16)), 0, prompt_tokens
@@ -75,17 +75,13 @@ class MockFrames:
         return f'{self.head}{{"index":0,{content},"finish_reason":{finish}}}{tail}'.encode()
 
     def opening(self) -> bytes:
-        """The frame with the role: of a chat, at once."""
+        """The frame with the role, of a chat."""
         return self._frame('"delta":{"role":"assistant","content":""}') if self.is_chat else b""
 
-    def token_frame(self, n: int = 1, delta: str = "content") -> bytes:
+    def token(self, n: int = 1, delta: str = "content") -> bytes:
         """The next frame, of ``n`` tokens; ``delta`` is the field of a chat that holds them."""
         self.sent += n
         return self._frame(f'"delta":{{"{delta}":"{TOKEN * n}"}}' if self.is_chat else f'"text":"{TOKEN * n}"')
-
-    def chunks(self) -> Iterator[bytes]:
-        """The frames with tokens."""
-        return (self.token_frame() for _ in range(self.tokens))
 
     def ending(self) -> bytes:
         """The reason to finish, the usage where it is wanted, and the end of the stream."""
@@ -95,19 +91,14 @@ class MockFrames:
 
 
 class Mock:
-    """The server's state. A subclass may read more from a request's field ``mock`` and ``stream`` otherwise."""
+    """The server and its log. A subclass may read more from a request's field ``mock``, and answer otherwise."""
 
-    timing: ClassVar[type[MockTiming]] = MockTiming
+    timing: type[MockTiming] = MockTiming
 
     def __init__(self) -> None:
         self.log: deque[LoggedRequest] = deque(maxlen=LOGGED)
         self.open = self.most_at_once = 0
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return f"http://127.0.0.1:{self.port}"
+        self.url = ""
 
     def app(self) -> web.Application:
         """The routes."""
@@ -122,34 +113,32 @@ class Mock:
         return web.json_response({"object": "list", "data": [{"id": "mock", "object": "model"}]})
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
-        requests = [{"prompt": r.prompt, "t": r.t, "writes": r.writes} for r in self.log]
-        return web.json_response({"requests": requests, "most_at_once": self.most_at_once})
+        return web.json_response({"requests": list(map(vars, self.log)), "most_at_once": self.most_at_once})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         is_chat = request.path.endswith("chat/completions")
         try:
             body = json.loads(await request.read())
             timing = self.timing(**body.get("mock", {}))
-            prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            prompt = body.pop("messages")[-1]["content"] if is_chat else body.pop("prompt")
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             return refusal(400, repr(error))
-        options = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
-        logged = LoggedRequest(prompt if isinstance(prompt, str) else " ".join(map(str, prompt)), now(), options)
+        logged = LoggedRequest(prompt if isinstance(prompt, str) else " ".join(map(str, prompt)), now(), body)
         self.log.append(logged)
         self.open += 1
         self.most_at_once = max(self.most_at_once, self.open)
         try:
-            return await self.stream(request, timing, logged, is_chat)
+            return await self.answer(request, timing, logged, MockFrames(body, len(logged.prompt.split()), is_chat))
         finally:
             self.open -= 1
 
-    async def stream(
-        self, request: web.Request, timing: MockTiming, logged: LoggedRequest, is_chat: bool
+    async def answer(
+        self, request: web.Request, timing: MockTiming, logged: LoggedRequest, frames: MockFrames
     ) -> web.StreamResponse:
         """Answer one request."""
-        frames = MockFrames(logged.body, len(logged.prompt.split()), is_chat)
         response = await start_stream(request, frames.opening())
-        for i, chunk in enumerate(frames.chunks()):
+        for i in range(frames.tokens):
+            chunk = frames.token()
             await sleep_until(logged.t + timing.due(i))
             logged.writes.append(now())
             await response.write(chunk)
@@ -179,7 +168,7 @@ async def serving(port: int = 0, mock: Mock | None = None) -> AsyncIterator[Mock
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
-        mock.port = runner.addresses[0][1]
+        mock.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield mock
     finally:
         await runner.cleanup()
@@ -187,7 +176,7 @@ async def serving(port: int = 0, mock: Mock | None = None) -> AsyncIterator[Mock
 
 async def _serve(port: int, with_parent: bool) -> None:
     async with serving(port) as mock:
-        print(mock.port, flush=True)
+        print(mock.url.rpartition(":")[2], flush=True)
         gc.freeze()
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 

@@ -76,16 +76,14 @@ class Floor:
 
     def problems(self) -> list[str]:
         """Why a run at this load would be beyond its error budget; empty where it is within."""
-        problems = []
-        if self.overhead_mean_s is not None and self.overhead_mean_s > OVERHEAD_S:
-            problems.append(f"overhead {self.overhead_mean_s * 1e3:.2f} ms a chunk, budget {OVERHEAD_S * 1e3:g} ms")
-        if self.send_lag_p99_s is not None and self.send_lag_p99_s > LAG_P99_S:
-            problems.append(f"send lag p99 {self.send_lag_p99_s * 1e3:.1f} ms, budget {LAG_P99_S * 1e3:g} ms")
-        if self.cpu_share > CPU_SHARE:
-            problems.append(f"the client used {self.cpu_share:.0%} of a core, budget {CPU_SHARE:.0%}")
-        if self.streams is not None and self.at_once < self.streams:
-            problems.append(f"only {self.at_once} of {self.streams} streams were open at once")
-        return problems
+        mean, lag, share = self.overhead_mean_s or 0.0, self.send_lag_p99_s or 0.0, self.cpu_share
+        checks = {
+            f"overhead {mean * 1e3:.2f} ms a chunk, budget {OVERHEAD_S * 1e3:g} ms": mean > OVERHEAD_S,
+            f"send lag p99 {lag * 1e3:.1f} ms, budget {LAG_P99_S * 1e3:g} ms": lag > LAG_P99_S,
+            f"the client used {share:.0%} of a core, budget {CPU_SHARE:.0%}": share > CPU_SHARE,
+            f"only {self.at_once} of {self.streams} streams were open at once": self.at_once < (self.streams or 0),
+        }
+        return [problem for problem, is_beyond in checks.items() if is_beyond]
 
     def as_json(self) -> dict[str, Any]:
         """For a stored run."""
@@ -99,9 +97,7 @@ async def measure_floor(
 
     Args:
         rate: new requests a second, each answered with one chunk.
-        streams: streams open throughout, each of ``chunks_s`` chunks a second, not in step.
-        chunks_s: see above.
-        seconds: how long to measure.
+        streams: open throughout, each of ``chunks_s`` chunks a second, not in step.
 
     Raises:
         RequestError: no load, or a number that is not above 0.

@@ -1,9 +1,9 @@
-"""What a load leaves behind: the raw records, and what is needed to judge them."""
+"""The raw records of a load, and what is needed to judge them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ class Run:
 
     Args:
         traces: in the order in which they were due; seconds from the run's start, warm-up included.
-        start: where the measured window begins; what was due before is warm-up.
+        start: where the measured window begins; requests due before are warm-up.
         end: where it ends; nothing was due from then on, but requests may have been under way.
         settings: load, target, lengths and seed, as JSON.
-        client: whether the client kept up.
         interrupted: Ctrl-C ended it; requests that were under way are ``cancelled``.
         provenance: machine, versions, date, commit.
     """
@@ -61,7 +60,7 @@ def save_run(run: Run, folder: Path) -> None:
         "end_s": run.end,
         "interrupted": run.interrupted,
         "settings": run.settings,
-        "client": {"send_lag_s": run.client.send_lag_s, "loop_stalls_s": run.client.loop_stalls_s},
+        "client": asdict(run.client),
         "provenance": run.provenance,
     }
     text = json.dumps(record, allow_nan=False)
@@ -76,19 +75,19 @@ def load_run(folder: Path) -> Run:
         NanoinferError: a folder that holds no run, naming the file.
     """
     path = folder / RUN
-    for needed in (path, folder / TRACES):
-        if not needed.is_file():
-            raise NanoinferError(f"{needed} is missing: name a folder that `nanoinfer bench` wrote")
+    for file in (path, folder / TRACES):
+        if not file.is_file():
+            raise NanoinferError(f"{file} is missing: name a folder that `nanoinfer bench` wrote")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return Run(
-            traces=list(load_traces(folder / TRACES)),
-            start=float(record["start_s"]),
-            end=float(record["end_s"]),
-            settings=_flat(record["settings"]),
-            client=ClientHealth(**record["client"]),
-            interrupted=bool(record["interrupted"]),
-            provenance=dict(record["provenance"]),
+            list(load_traces(folder / TRACES)),
+            float(record["start_s"]),
+            float(record["end_s"]),
+            _flat(dict(record["settings"])),
+            ClientHealth(**record["client"]),
+            bool(record["interrupted"]),
+            dict(record["provenance"]),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise NanoinferError(f"{path}: not the record of a run ({error!r})") from None

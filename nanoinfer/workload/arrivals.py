@@ -81,9 +81,6 @@ def schedule(
     Args:
         shape: ``constant``, ``poisson``, ``gamma:0.5`` or ``ramp:2-20``, which has its own rates and needs ``seconds``.
         rate: requests a second.
-        n: see above.
-        seconds: see above.
-        seed: for the random ones.
 
     Raises:
         RequestError: an unknown shape, or a schedule that would have no end.

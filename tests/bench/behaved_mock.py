@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +25,6 @@ class Behaviour(MockTiming):
     """How one request is answered. Times are in seconds, and ``after`` counts chunks with tokens."""
 
     chunk_tokens: int = 1  # in each chunk; the last has what is left
-    role: bool = True  # chat only: a frame with the role at once, before any token
     reasoning: int = 0  # chunks of reasoning, before the content
     usage: Literal["asked", "never"] = "asked"  # what `stream_options` asks for, or nothing
     status: int = 200  # another is answered at once, with an error
@@ -42,23 +41,6 @@ class Behaviour(MockTiming):
         return super().due(i) + stalled
 
 
-class BehavedFrames(MockFrames):
-    def __init__(self, body: dict[str, Any], prompt_tokens: int, is_chat: bool, behaviour: Behaviour) -> None:
-        super().__init__(
-            body if behaviour.usage == "asked" else body | {"stream_options": None}, prompt_tokens, is_chat
-        )
-        self.behaviour = behaviour
-
-    def opening(self) -> bytes:
-        return super().opening() if self.behaviour.role else b""
-
-    def chunks(self) -> Iterator[bytes]:
-        size = self.behaviour.chunk_tokens
-        for i in range(-(-self.tokens // size)):
-            delta = "reasoning_content" if i < self.behaviour.reasoning else "content"
-            yield self.token_frame(min(size, self.tokens - self.sent), delta)
-
-
 class BehavedMock(Mock):
     timing = Behaviour
 
@@ -66,8 +48,8 @@ class BehavedMock(Mock):
         super().__init__()
         self.came = asyncio.Condition()
 
-    async def stream(
-        self, request: web.Request, timing: MockTiming, logged: LoggedRequest, is_chat: bool
+    async def answer(
+        self, request: web.Request, timing: MockTiming, logged: LoggedRequest, frames: MockFrames
     ) -> web.StreamResponse:
         assert isinstance(timing, Behaviour)
         fields = logged.body.keys() | (logged.body.get("stream_options") or {}).keys()
@@ -79,15 +61,18 @@ class BehavedMock(Mock):
             async with self.came:
                 self.came.notify_all()
                 await self.came.wait_for(lambda: self.most_at_once >= timing.hold_for)
-        frames = BehavedFrames(logged.body, len(logged.prompt.split()), is_chat, timing)
+        if timing.usage == "never":
+            frames.usage_at_end = frames.usage_with_each = False
         response = await start_stream(request, frames.opening())
-        for i, chunk in enumerate(frames.chunks()):
+        for i in range(-(-frames.tokens // timing.chunk_tokens)):
             if i == timing.error_after:
                 await response.write(b'data: {"error":{"message":"mock: as asked","code":500}}\n\n')
             if i == timing.abort_after and request.transport is not None:
                 request.transport.abort()
             if i in (timing.error_after, timing.cut_after, timing.abort_after):
                 return response
+            delta = "reasoning_content" if i < timing.reasoning else "content"
+            chunk = frames.token(min(timing.chunk_tokens, frames.tokens - frames.sent), delta)
             await sleep_until(logged.t + timing.due(i))
             logged.writes.append(now())
             await response.write(chunk)
