@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-from nanoinfer.cluster.start import require
+from nanoinfer.cluster.ray_runtime import require
 
-#: As a Ray of our own has it (:mod:`nanoinfer.cluster.start`); Ray reads it when it is imported.
+#: As a Ray of our own has it (:mod:`nanoinfer.cluster.ray_runtime`); Ray reads it when it is imported.
 os.environ |= {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -1,10 +1,9 @@
-"""A batch on the disk: prompts in shards, each answered shard a file that is there whole or not at all.
+"""A batch on the disk: prompts in shards, each answered shard a file that is written whole or not at all.
 
-Whatever is killed, the files that are there are what has been done, and the rest is what is left: that is the whole
-of the recovery. A manifest says what they are the answers to, so that they are not mixed with those to other prompts
-or of another model.
+Whatever is killed, recovery reads which files exist: they are done, the others are not. A manifest names the prompts
+and settings, so that answers are not mixed with those to other prompts or of another model.
 
-    OUT.parts/manifest.json      what is asked, of which prompts
+    OUT.parts/manifest.json      settings, and a hash of the prompts
     OUT.parts/000017.jsonl       the rows of prompts 17 * size to 18 * size - 1
     OUT                          all rows in the order of the prompts, at the end
 """
@@ -29,7 +28,7 @@ FIELDS = ("prompt", "id", "max_tokens")
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt: a text or token ids, the caller's own name for it, and tokens to generate, if not as all others."""
+    """One prompt: a text or token ids, the caller's own name for it, and tokens to generate, unless as all others."""
 
     index: int
     prompt: str | list[int]
@@ -41,7 +40,7 @@ def read_prompts(path: Path) -> list[Item]:
     """The prompts of a file, one JSON object a line: ``{"prompt": ..., "id": ..., "max_tokens": ...}``.
 
     Raises:
-        RequestError: naming the first line that is none.
+        RequestError: naming the first bad line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -55,41 +54,34 @@ def read_prompts(path: Path) -> list[Item]:
 
 def _item(path: Path, number: int, line: str) -> Item:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or "prompt" not in found:
+        fields = None
+    if not isinstance(fields, dict) or "prompt" not in fields:
         raise RequestError(f'{path}, line {number}: not an object such as {{"prompt": "Once upon a time"}}')
-    if odd := [key for key in found if key not in FIELDS]:
-        raise RequestError(f"{path}, line {number}: unknown field '{odd[0]}'; known are {', '.join(FIELDS)}")
-    prompt, name, most = found["prompt"], found.get("id"), found.get("max_tokens")
+    if unknown := [key for key in fields if key not in FIELDS]:
+        raise RequestError(f"{path}, line {number}: unknown field '{unknown[0]}'; known are {', '.join(FIELDS)}")
+    prompt, name, max_tokens = fields["prompt"], fields.get("id"), fields.get("max_tokens")
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not (isinstance(prompt, str) or is_ids):
         raise RequestError(f"{path}, line {number}: prompt must be a text or a list of token ids")
     if not (name is None or isinstance(name, str)):
         raise RequestError(f"{path}, line {number}: id must be a text")
-    if not (most is None or (type(most) is int and most >= 0)):
+    if not (max_tokens is None or (type(max_tokens) is int and max_tokens >= 0)):
         raise RequestError(f"{path}, line {number}: max_tokens must be a whole number of at least 0")
-    return Item(number - 1, prompt, name, most)
+    return Item(number - 1, prompt, name, max_tokens)
 
 
 class Shards:
-    """The state of one batch. Use it within :meth:`held`.
-
-    Args:
-        items: all prompts.
-        out: where the answers go in the end.
-        settings: all that bears on the answers, as JSON.
-        size: prompts a shard.
-    """
+    """The state of one batch, for use within :meth:`held`. ``settings`` are all that the answers depend on, as JSON."""
 
     def __init__(self, items: Sequence[Item], out: Path, settings: Mapping[str, Any], size: int = 64) -> None:
         if size < 1:
             raise RequestError(f"a shard needs at least 1 prompt, got {size}")
         self.items, self.out, self.size = items, out, size
         self.folder = out.with_name(f"{out.name}.parts")
-        asked = hashlib.sha256(json.dumps([[i.prompt, i.id, i.max_tokens] for i in items]).encode()).hexdigest()
-        self.manifest = {"prompts_sha256": asked, "prompts": len(items), "shard": size, "settings": dict(settings)}
+        digest = hashlib.sha256(json.dumps([[i.prompt, i.id, i.max_tokens] for i in items]).encode()).hexdigest()
+        self.manifest = {"prompts_sha256": digest, "prompts": len(items), "shard": size, "settings": dict(settings)}
 
     @property
     def count(self) -> int:
@@ -102,13 +94,13 @@ class Shards:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The folder is there, is of this batch, and nobody else works on it (of those who see the same disk).
+        """Make the folder and lock it against other runs that see the same disk.
 
         Raises:
-            RequestError: it is of another batch, somebody else works on it, or ``out`` is there and not of this batch.
+            RequestError: it is of another batch, another run holds it, or ``out`` exists and is not of this batch.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:  # let go by the kernel, however we end
+        with (self.folder / "lock").open("w") as lock:  # the kernel releases it, however the process ends
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -120,13 +112,13 @@ class Shards:
         file = self.folder / "manifest.json"
         if not file.exists():
             if self.out.exists():
-                raise RequestError(f"{self.out} is there already, and not of this batch: name another file")
+                raise RequestError(f"{self.out} exists already, and is not of this batch: name another file")
             write_whole(file, json.dumps(self.manifest, indent=1) + "\n")
             return
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if odd := [key for key in self.manifest if found.get(key) != self.manifest[key]]:
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+        if different := [key for key in self.manifest if earlier.get(key) != self.manifest[key]]:
             raise RequestError(
-                f"{self.folder} holds answers of another batch ({', '.join(odd)} differ): name another output, "
+                f"{self.folder} holds answers of another batch ({', '.join(different)} differ): name another output, "
                 "ask for the same, or remove that folder"
             )
 
@@ -135,14 +127,14 @@ class Shards:
         return [] if self.out.exists() else [shard for shard in range(self.count) if self._rows(shard) is None]
 
     def write(self, shard: int, rows: Sequence[Row]) -> None:
-        """A shard is done. Raises ValueError for rows that are not its own, each once, in order."""
+        """Keep the rows of a shard. Raises ValueError where they are not its own, each once, in order."""
         indices = [row["index"] for row in rows]
         if indices != [item.index for item in self.of(shard)]:
             raise ValueError(f"shard {shard}: rows of prompts {indices}")
         write_whole(self._part(shard), "".join(json.dumps(row) + "\n" for row in rows))
 
     def finish(self) -> tuple[int, int]:
-        """Put the shards together in ``out``, and remove them: (rows, those among them that are errors).
+        """Join the shards in ``out`` and remove them: (rows, errors among them).
 
         Raises:
             RequestError: a shard is missing.
@@ -154,7 +146,7 @@ class Shards:
                     raise RequestError(f"{self.folder}: shard {shard} is missing or damaged; run the batch again")
                 texts.append(self._part(shard).read_text(encoding="utf-8"))
             write_whole(self.out, "".join(texts))
-        for shard in range(self.count):  # whoever is killed in here is done, too
+        for shard in range(self.count):  # a run that is killed from here on is done, too
             self._part(shard).unlink(missing_ok=True)
         rows = [json.loads(line) for line in self.out.read_text(encoding="utf-8").splitlines()]
         return len(rows), sum("error" in row for row in rows)
@@ -163,7 +155,7 @@ class Shards:
         return self.folder / f"{shard:06}.jsonl"
 
     def _rows(self, shard: int) -> list[Row] | None:
-        """The rows of a shard, None where it is not done, or a disk that lost power has kept a part of it only."""
+        """The rows of a shard; None where it is not done, or cut short by a power failure."""
         try:
             rows = [json.loads(line) for line in self._part(shard).read_text(encoding="utf-8").splitlines()]
             done = [row["index"] for row in rows] == [item.index for item in self.of(shard)]

@@ -12,9 +12,19 @@ import httpx
 import openai
 import pytest
 
-from nanoinfer.cluster.asgi import Asked, Message, answered, is_end
-from nanoinfer.cluster.figures import together
-from nanoinfer.cluster.gateway import ATTEMPTS, Bunches, Counts, Gateway, Lost, make_app
+from nanoinfer.cluster.gateway import (
+    ATTEMPTS,
+    Counts,
+    ForwardedRequest,
+    Gateway,
+    Message,
+    MessageBatches,
+    ReplicaLost,
+    is_end,
+    make_app,
+    merge_metrics,
+    run_app,
+)
 from nanoinfer.engines.async_engine import Busy
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.serve.app import make_app as make_replica
@@ -32,17 +42,17 @@ class Replicas:
             ContinuousEngine(saying(), block_size=4, max_running=8, token_budget=32), "m", Limits(seconds=30)
         )
         self.app, self.fate = make_replica(self.service), fate
-        self.asked: list[tuple[Asked, list[int]]] = []
+        self.asked: list[tuple[ForwardedRequest, list[int]]] = []
         self.heads: list[list[Message]] = []
 
-    async def ask(self, asked: Asked, chunks: list[int]) -> Bunches:
+    async def forward(self, asked: ForwardedRequest, chunks: list[int]) -> MessageBatches:
         self.asked.append((asked, chunks))
         left = self.fate(len(self.asked) - 1)
-        source = answered(self.app, asked)
+        source = run_app(self.app, asked)
         try:
             async for bunch in source:
                 if left == 0:
-                    raise Lost("made to die")
+                    raise ReplicaLost("made to die")
                 left = None if left is None else left - 1
                 yield bunch
         finally:
@@ -52,10 +62,10 @@ class Replicas:
 @contextmanager
 def gateway(replicas: Any, limits: Limits | None = None, **options: Any) -> Iterator[tuple[Gateway, Any]]:
     """A gateway, and what gives a client of it within an event loop."""
-    made = Gateway(replicas.ask, limits or Limits(seconds=30))
+    made = Gateway(replicas.forward, limits or Limits(seconds=30))
 
     async def metrics() -> bytes:
-        return together({}, made.counts)
+        return merge_metrics({}, made.counts)
 
     app = make_app(made, metrics, **options)
     try:
@@ -183,7 +193,7 @@ class Odd(Replicas):
         super().__init__()
         self.what = what
 
-    async def ask(self, asked: Asked, chunks: list[int]) -> Bunches:
+    async def forward(self, asked: ForwardedRequest, chunks: list[int]) -> MessageBatches:
         self.asked.append((asked, chunks))
         async for bunch in self.what():
             yield bunch
@@ -237,9 +247,9 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
     replicas = Replicas()
 
     async def leave() -> None:
-        asked = Asked("POST", "/v1/completions", b"", [(b"content-type", b"application/json")], b"")
+        asked = ForwardedRequest("POST", "/v1/completions", b"", [(b"content-type", b"application/json")], b"")
         body = json.dumps(completion(stream=True)).encode()
-        source = answered(replicas.app, Asked(**{**vars(asked), "body": body}))
+        source = run_app(replicas.app, ForwardedRequest(**{**vars(asked), "body": body}))
         heads = [await anext(source), await anext(source)]
         assert [message["type"] for message in heads[0]] == ["http.response.start"]  # nothing that had to be waited for
         assert not is_end(heads[1][-1])
@@ -270,7 +280,7 @@ def test_figures_of_all_replicas_stand_side_by_side() -> None:
     one, other = Replicas(), Replicas()
     try:
         texts = {name: replicas.service.figures.text() for name, replicas in (("a", one), ("b", other))}
-        text = together(texts, Counts(3, 2, 1)).decode()
+        text = merge_metrics(texts, Counts(3, 2, 1)).decode()
         assert text.count("# TYPE nanoinfer_kv_cache_blocks gauge") == 1
         for name in "ab":
             assert f'nanoinfer_requests_running{{replica="{name}"}} 0.0' in text

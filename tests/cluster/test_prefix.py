@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from nanoinfer.cluster.prefix import CHARACTERS, IDS, MOST, PrefixPolicy, chunks_of
+from nanoinfer.cluster.prefix import CHARACTERS, IDS, MAX_CHUNKS, PrefixPolicy, chunks_of
 
 
 def body(**fields: object) -> bytes:
@@ -36,7 +36,7 @@ def test_texts_ids_lists_and_conversations_have_beginnings_and_anything_else_has
     turns = [{"role": "user", "content": "q" * CHARACTERS}, {"role": "assistant", "content": "a" * CHARACTERS}]
     more = [*turns, {"role": "user", "content": "and?" * CHARACTERS}]
     assert chunks_of(body(messages=more))[: len(chunks_of(body(messages=turns)))] == chunks_of(body(messages=turns))
-    assert len(chunks_of(body(prompt="x" * (CHARACTERS * (MOST + 9))))) == MOST
+    assert len(chunks_of(body(prompt="x" * (CHARACTERS * (MAX_CHUNKS + 9))))) == MAX_CHUNKS
     for none in (b"", b"{", b"[]", b"3", body(), body(prompt=None), body(prompt=[]), body(messages=[3]), b"[" * 99_999):
         assert chunks_of(none) == []
 

@@ -20,11 +20,10 @@ import pytest
 
 from benchmarks import cluster as trial
 from benchmarks.nodes import Nodes, batch, gateway, nodes
-from nanoinfer.cluster import run
-from nanoinfer.cluster.asgi import Asked
-from nanoinfer.cluster.start import connected
-from nanoinfer.serve.service import Limits
-from tests.cluster.mortal import Mortal
+from nanoinfer.cluster import ClusterServeOptions, replicas
+from nanoinfer.cluster.gateway import ForwardedRequest
+from nanoinfer.cluster.ray_runtime import connected
+from tests.cluster.killable import KillableReplica
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 MODEL = trial.MODEL
@@ -130,17 +129,16 @@ def test_more_than_the_cluster_has_is_refused_at_once(place: Place, tmp_path: Pa
 
 
 def test_a_replica_whose_engine_has_died_is_replaced(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "Replica", Mortal)
-    monkeypatch.setattr(run, "APP", "mortal")
+    monkeypatch.setattr(replicas, "Replica", KillableReplica)
+    monkeypatch.setattr(replicas, "APP", "killable")
 
     async def said(handle: Any, path: str) -> bytes:
-        async for bunch in run.asking(handle)(Asked("GET", path), []):
-            return bytes(bunch[0]["body"])
+        async for batch_of in replicas.make_forwarder(handle)(ForwardedRequest("GET", path), []):
+            return bytes(batch_of[0]["body"])
         raise AssertionError("nothing was said")
 
     with connected(place.nodes.address, 1) as ray:
-        actor, options = {"num_cpus": 1, "num_gpus": 0}, {"dtype": "float32", "speed": "plain"}
-        handle = run.deploy(MODEL, 1, actor, limits=Limits(), drain_s=5, by_prefix=True, options=options)
+        handle = replicas.deploy(ClusterServeOptions(model=MODEL, replicas=1, drain=5, dtype="float32"))
         first = asyncio.run(said(handle, "/pid"))
         assert asyncio.run(said(handle, "/pid")) == first
         asyncio.run(said(handle, "/die"))
@@ -148,7 +146,7 @@ def test_a_replica_whose_engine_has_died_is_replaced(place: Place, monkeypatch: 
         while asyncio.run(said(handle, "/pid")) == first:
             assert time.monotonic() < until
             time.sleep(0.5)
-        ray.serve.delete("mortal")
+        ray.serve.delete("killable")
 
 
 def test_a_killed_replica_costs_what_it_was_saying_and_comes_back(place: Place) -> None:
@@ -188,7 +186,7 @@ def test_a_batch_loses_nothing_and_does_nothing_twice_whatever_is_killed(place: 
         "errors": 0,
     }
     assert found["as_in_peace"] == 3000
-    shards = re.search(r"(\d+) shards were there, (\d+) dealt again", found["said"])
+    shards = re.search(r"(\d+) shards were done before, (\d+) handed out again", found["said"])
     assert shards is not None
     assert int(shards[1]) == found["shards_at_the_drivers_death"] > 0
     assert int(shards[2]) > 0

@@ -1,4 +1,4 @@
-"""Dealing out shards, with workers that are no processes and die as they are told."""
+"""Handing out shards, with workers that are no processes and die as the test says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mistake(Lost):
 
 
 class Ray:
-    """Answers come in the order in which they were asked for, late ones behind all others, and None never."""
+    """Answers come in the order in which they were asked for, late ones after all others, and None never."""
 
     exceptions = SimpleNamespace(RayError=Lost, RayTaskError=Mistake)
 
@@ -86,21 +86,21 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def deal(
+def hand_out(
     monkeypatch: pytest.MonkeyPatch, folder: Path, ray: Ray, team: list[Worker], n: int = 20
 ) -> tuple[Shards, int]:
     monkeypatch.setattr(batch, "require", lambda: ray)
     shards = Shards([Item(index, "x") for index in range(20)], folder / "out", {}, 2)
     with shards.held():
-        again = batch.deal(shards, shards.missing(), team)
+        again = batch.hand_out(shards, shards.missing(), team)
         assert shards.missing() == []
     return shards, again
 
 
-def test_everybody_gets_two_at_a_time_until_all_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_worker_gets_two_at_a_time_until_all_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ray = Ray()
     team = [Worker(ray), Worker(ray)]
-    _, again = deal(monkeypatch, tmp_path, ray, team)
+    _, again = hand_out(monkeypatch, tmp_path, ray, team)
     assert again == 0
     assert [worker.most for worker in team] == [2, 2]
 
@@ -110,24 +110,24 @@ def test_what_one_lost_for_good_is_done_by_one_that_had_no_more_to_do(
 ) -> None:
     ray = Ray()
     dying = Worker(ray, lambda has: "dies for good", late=True)
-    _, again = deal(monkeypatch, tmp_path, ray, [Worker(ray), dying])
+    _, again = hand_out(monkeypatch, tmp_path, ray, [Worker(ray), dying])
     assert again == 2
 
 
 def test_one_that_comes_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ray, deaths = Ray(), iter(["dies", "dies"])
     only = Worker(ray, lambda has: next(deaths, "lives") if 8 in has else "lives")
-    _, again = deal(monkeypatch, tmp_path, ray, [only])
-    assert again == 3  # with the one that ran beside it at first, and not any more
+    _, again = hand_out(monkeypatch, tmp_path, ray, [only])
+    assert again == 3  # with the one that ran next to it at first, and not any more
 
 
-def test_a_shard_that_kills_is_named_and_those_that_ran_beside_it_are_not(
+def test_a_shard_that_kills_is_named_and_those_that_ran_next_to_it_are_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ray = Ray()
     team = [Worker(ray, lambda has: "dies" if 6 in has else "lives") for _ in range(2)]
     with pytest.raises(NanoinferError, match="prompts 6 to 7 have brought down their worker 3 times"):
-        deal(monkeypatch, tmp_path, ray, team)
+        hand_out(monkeypatch, tmp_path, ray, team)
     shards = Shards([Item(index, "x") for index in range(20)], tmp_path / "out", {}, 2)
     with shards.held():
         assert 3 in shards.missing()
@@ -138,7 +138,7 @@ def test_a_worker_that_does_not_start_and_a_mistake_of_ours_end_it(
 ) -> None:
     ray = Ray()
     with pytest.raises(NanoinferError, match="a worker does not start: no model here"):
-        deal(monkeypatch, tmp_path, ray, [Worker(ray, starts=False)])
+        hand_out(monkeypatch, tmp_path, ray, [Worker(ray, starts=False)])
     ray = Ray()
     with pytest.raises(Mistake):
-        deal(monkeypatch, tmp_path, ray, [Worker(ray, lambda has: _raise(Mistake()) or "")])  # type: ignore[func-returns-value]
+        hand_out(monkeypatch, tmp_path, ray, [Worker(ray, lambda has: _raise(Mistake()) or "")])  # type: ignore[func-returns-value]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import json
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nanoinfer.cluster.asgi import Asked
+from nanoinfer.cluster import BatchOptions, ClusterServeOptions, ray_runtime
 from nanoinfer.cluster.batch import Worker, run_batch
-from nanoinfer.cluster.replica import Replica
-from nanoinfer.cluster.run import serve_cluster
+from nanoinfer.cluster.gateway import ForwardedRequest
+from nanoinfer.cluster.replicas import ROUTER, Replica, serve_cluster
 from nanoinfer.cluster.shards import Item
 from nanoinfer.engines.load import load
 from nanoinfer.errors import ModelError, NanoinferError, RequestError
@@ -23,20 +26,24 @@ MODEL = "random:tiny-llama"
 OPTIONS = {"dtype": "float32", "speed": "plain", "cache_tokens": 1024}
 
 
+def batch(folder: Path, **options: Any) -> BatchOptions:
+    return BatchOptions(**{"model": MODEL, "prompts": folder / "prompts", "out": folder / "out", **options})
+
+
 def test_it_answers_as_the_server_does_and_is_well_as_long_as_its_engine_is() -> None:
     replica = Replica(MODEL, OPTIONS)
 
     async def ask() -> bytes:
         body = json.dumps({"prompt": "hello", "max_tokens": 4, "temperature": 0}).encode()
         headers = [(b"content-type", b"application/json")]
-        asked = Asked("POST", "/v1/completions", b"", headers, body)
-        messages = [message async for bunch in replica.answer(asked, []) for message in bunch]
+        request = ForwardedRequest("POST", "/v1/completions", b"", headers, body)
+        messages = [message async for bunch in replica.answer(request, []) for message in bunch]
         assert messages[0]["status"] == 200
         return b"".join(message["body"] for message in messages[1:])
 
-    told = json.loads(asyncio.run(ask()))
+    answer = json.loads(asyncio.run(ask()))
     (expected,) = load(MODEL, dtype="float32").generate("hello", SamplingParams(max_tokens=4))
-    assert told["choices"][0]["text"] == expected.text
+    assert answer["choices"][0]["text"] == expected.text
     replica.check_health()
     front = replica.service.front
     front.close()
@@ -77,27 +84,53 @@ def test_without_ray_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "prompts").write_text('{"prompt": "a"}\n')
     with pytest.raises(NanoinferError, match=r"pip install 'nanoinfer\[ray\]'"):
-        run_batch(MODEL, tmp_path / "prompts", tmp_path / "out", address="auto")
+        run_batch(batch(tmp_path, address="auto"))
     with pytest.raises(NanoinferError, match=r"pip install 'nanoinfer\[ray\]'"):
-        serve_cluster(MODEL, port=0, address="auto")
+        serve_cluster(ClusterServeOptions(model=MODEL, port=0, address="auto"))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"])
 def test_where_there_is_no_cluster_that_is_said_at_once(address: str) -> None:
     with pytest.raises(NanoinferError, match=f"no Ray cluster at {address} .*give HOST:PORT"):
-        serve_cluster(MODEL, port=0, address=address)
+        serve_cluster(ClusterServeOptions(model=MODEL, port=0, address=address))
+
+
+def test_ray_gets_its_settings_when_it_is_asked_for_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RAY_USAGE_STATS_ENABLED": "1"}  # the user's own stays
+    monkeypatch.setattr(ray_runtime.os, "environ", environment)
+    ray = types.ModuleType("ray")
+    for name in ("ray", "ray.serve", "ray.serve.exceptions"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    assert environment == {"RAY_USAGE_STATS_ENABLED": "1"}
+    assert ray_runtime.require() is ray
+    assert environment == {**ray_runtime.ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "1"}
+
+
+def test_the_router_imports_where_there_is_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by a path that only Ray Serve reads."""
+    routing = types.ModuleType("ray.serve.request_router")
+    for name in ("PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica"):
+        setattr(routing, name, type(name, (), {}))
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray.serve.request_router", routing)
+    monkeypatch.delitem(sys.modules, "nanoinfer.cluster.router", raising=False)
+    module, _, name = ROUTER.rpartition(".")
+    router = getattr(importlib.import_module(module), name)()
+    router.initialize_state(slack=0.5)
+    sys.modules.pop("nanoinfer.cluster.router")
 
 
 def test_mistakes_are_told_before_anything_is_started(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('{"prompt": "a"}\n')
     with pytest.raises(ModelError, match="unknown shape 'tiny-lama'"):
-        serve_cluster("random:tiny-lama")
+        serve_cluster(ClusterServeOptions(model="random:tiny-lama"))
     with pytest.raises(ModelError, match="unknown shape"):
-        run_batch("random:tiny-lama", tmp_path / "prompts", tmp_path / "out")
+        run_batch(batch(tmp_path, model="random:tiny-lama"))
     with pytest.raises(RequestError, match="leave n at 1"):
-        run_batch(MODEL, tmp_path / "prompts", tmp_path / "out", params=SamplingParams(n=2))
+        run_batch(batch(tmp_path), SamplingParams(n=2))
     with pytest.raises(RequestError, match="workers must be at least 1"):
-        run_batch(MODEL, tmp_path / "prompts", tmp_path / "out", workers=0)
+        run_batch(batch(tmp_path, workers=0))
     with pytest.raises(RequestError, match="No such file"):
-        run_batch(MODEL, tmp_path / "none", tmp_path / "out")
+        run_batch(batch(tmp_path, prompts=tmp_path / "none"))
     assert list(tmp_path.iterdir()) == [tmp_path / "prompts"]

@@ -1,7 +1,7 @@
-"""Ray itself: asked for in one place, quiet, with nothing sent anywhere, and gone when we go.
+"""Ray itself: imported and started in one place, quiet, without telemetry, and stopped when this process ends.
 
-Ray lets everybody who reaches its ports run code as its user. A Ray of our own listens on loopback, and what does not
-obey that (the replicas of Ray Serve) asks for a secret. One of several machines belongs on a network of its own, with
+Any client that reaches Ray's ports may run code as its user. A Ray of our own listens on loopback, and what does not
+obey that (the replicas of Ray Serve) asks for a token. A Ray of several machines belongs on a network of its own, with
 ``RAY_AUTH_MODE=token``.
 """
 
@@ -21,13 +21,24 @@ from nanoinfer.errors import NanoinferError
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REACH_S = 5.0
 STORE_BYTES = 100_000_000  # of a Ray of our own: requests and answers are small
+#: Ray reads these when it is imported, and hands them on to the processes that it starts. Nothing is sent anywhere,
+#: little is printed, and a replica that fails its health check is killed, so that its clients are told at once.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
 
 
 def require() -> Any:
-    """The module ``ray``, with Serve. Raises :class:`NanoinferError` where it is not installed.
+    """The module ``ray``, with Serve, imported with :data:`ENVIRONMENT` set unless the user has set it otherwise.
 
-    Imported late: it reads its settings from the environment when it is.
+    Raises:
+        NanoinferError: Ray is not installed.
     """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
         import ray.serve.exceptions
@@ -39,12 +50,12 @@ def require() -> Any:
 
 @contextmanager
 def connected(address: str | None, cpus: int) -> Iterator[Any]:
-    """Within a Ray cluster: the module ``ray``. Import that no earlier: then its settings are what they were.
+    """Within a Ray cluster: the module ``ray``, which must not have been imported earlier.
 
     Args:
         address: ``host:port`` of a cluster's head, or ``auto`` for the one that this machine is a part of. None starts
             one on this machine alone, which ends with this process, however that ends.
-        cpus: that such a one has to give.
+        cpus: of the one that is started.
 
     Raises:
         NanoinferError: no cluster there, or no Ray.
@@ -52,8 +63,8 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     host = None if address in (None, "auto") else _reach(str(address))
     if "ray" not in sys.modules and (address is None or host in LOOPBACK):
-        # Ray takes the machine's own address for a loopback one, and then listens to everybody. Not where it thinks
-        # that it cannot have a cluster: on Windows, on macOS, and here.
+        # Ray replaces a loopback address by the machine's own, and then listens to other machines. Not where it takes
+        # clusters for impossible, as on Windows and macOS, and with this setting here.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if address is None:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -73,24 +84,24 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
 
 
 def _reach(address: str) -> str:
-    """The host of an address, if somebody listens there: Ray itself would try for minutes."""
+    """The host of an address that accepts connections: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise NanoinferError(
-            f"no Ray cluster at {address} ({error}): give HOST:PORT of one, as `ray start --head` says it, or auto"
+            f"no Ray cluster at {address} ({error}): give HOST:PORT of one, as `ray start --head` prints it, or auto"
         ) from None
     return host
 
 
 def check_room(n: int, cpus: float, gpus: float) -> None:
-    """Raises :class:`NanoinferError` where the cluster is too small for ``n`` of these, which would wait for ever."""
-    there = require().cluster_resources()
+    """Raises :class:`NanoinferError` where the cluster is too small for ``n`` of these: they would wait for ever."""
+    resources = require().cluster_resources()
     for kind, each in (("CPU", cpus), ("GPU", gpus)):
-        if n * each > (found := there.get(kind, 0)):
+        if n * each > (total := resources.get(kind, 0)):
             raise NanoinferError(
-                f"{n} x {each:g} {kind}s are wanted and the cluster has {found:g}: ask for fewer, or add a machine "
+                f"{n} x {each:g} {kind}s are wanted and the cluster has {total:g}: ask for fewer, or add a machine "
                 "(`ray start --address HEAD:PORT`)"
             )
