@@ -1,14 +1,10 @@
 """What a message costs between these ranks: a latency and a bandwidth for each collective, measured.
 
-    seconds = alpha + bytes sent / beta
-
-with alpha for a call, however small, and beta the bytes a second that leave a rank. From the two of them and the bytes
-that a split sends follows how long it will talk.
+seconds = alpha + bytes sent / beta
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -18,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from nanoinfer import parallel
-from nanoinfer.errors import RequestError, nearest
-from nanoinfer.measure.calibration import MOST_WAITED
+from nanoinfer.calibrate.machine import KEEP_S, MAX_WAITED
+from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.measure.clock import now, timed
 from nanoinfer.measure.environment import machine_key
-from nanoinfer.measure.stats import percentile
+from nanoinfer.measure.stats import sorted_percentile
 from nanoinfer.parallel.launch import launch
-from nanoinfer.store import cache_file, write_whole
+from nanoinfer.store import cache_file, cached
 from nanoinfer.theory.communication import Traffic
 
 if TYPE_CHECKING:
@@ -36,17 +34,14 @@ if TYPE_CHECKING:
 #: Bytes of the messages that are timed: from a number to what a prompt of some thousand tokens sends.
 SIZES: Final = (64, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
 ROUNDS: Final = 20
-KEEP_S: Final = 24 * 3600  # machines drift
 
 
 @dataclass(frozen=True)
 class Rate:
     """What one kind of call costs.
 
-    Attributes:
-        alpha: seconds for a call, however small.
-        beta: bytes a second that leave this rank.
-        points: what was measured: bytes sent, and the median of seconds.
+    ``alpha``: seconds of a call, however small. ``beta``: bytes a second that leave this rank. ``points``: measured
+    bytes sent, and the median of seconds.
     """
 
     alpha: float
@@ -54,18 +49,18 @@ class Rate:
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, calls: float, sent: float) -> float:
-        """Of so many calls that send so many bytes in all."""
+        """Of ``calls`` that send ``sent`` bytes in all."""
         return calls * self.alpha + sent / self.beta
 
     @property
     def error(self) -> float:
-        """By how much the two numbers miss the worst of the points, as a share of it."""
+        """The largest relative error of the line at a measured point."""
         return max(abs(self.seconds(1, sent) / seconds - 1) for sent, seconds in self.points)
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """The rates between so many ranks on one kind of device, by kind of call.
+    """The rates between ``ranks`` processes on one kind of device, by kind of call.
 
     ``disturbed`` is the share of the processors' time that went to other programs meanwhile.
     """
@@ -76,13 +71,13 @@ class LinkRates:
     disturbed: float
 
     def rate(self, kind: str) -> Rate:
-        """That of one kind of call, as :class:`Traffic` names it. Raises :class:`RequestError` for any other."""
+        """The rate of a kind of :class:`Traffic`. Raises :class:`RequestError` for one that was not timed."""
         if kind not in self.rates:
             raise RequestError(f"'{kind}' was not timed between these ranks; {nearest(kind, self.rates)}")
         return self.rates[kind]
 
     def to_json(self) -> str:
-        """All of it, as text."""
+        """Everything, as JSON text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -104,18 +99,17 @@ def predicted(traffic: Iterable[Traffic], link: LinkRates) -> float:
     return sum(link.rate(part.kind).seconds(part.calls, part.sent) for part in traffic)
 
 
-def fitted(points: Iterable[tuple[float, float]]) -> Rate:
-    """The line through points of bytes and seconds that misses none by much: least squares of relative errors."""
+def fit_rate(points: Iterable[tuple[float, float]]) -> Rate:
+    """The line through ``(bytes, seconds)`` with the least squares of relative errors; no number below 0."""
     points = tuple(points)
-    # Each point to its own scale, alpha * (1 / t) + (x / t) / beta = 1, and then the least squares of the two.
-    rows = [(1 / t, x / t) for x, t in points]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    alpha, per_byte = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
-    if per_byte <= 0:  # so disturbed that no line rises through them
-        return Rate(a / aa, math.inf, points)
-    return Rate(alpha, 1 / per_byte, points) if alpha > 0 else Rate(0.0, bb / b, points)
+    # Each point to its own scale: alpha * (1 / t) + (x / t) / beta = 1.
+    rows, ones = np.array([(1 / t, x / t) for x, t in points]), np.ones(len(points))
+    alpha, per_byte = (float(number) for number in np.linalg.lstsq(rows, ones)[0])
+    if per_byte <= 0:  # so disturbed that no line rises through them: latency alone
+        return Rate(float(np.linalg.lstsq(rows[:, :1], ones)[0][0]), math.inf, points)
+    if alpha <= 0:
+        return Rate(0.0, 1 / float(np.linalg.lstsq(rows[:, 1:], ones)[0][0]), points)
+    return Rate(alpha, 1 / per_byte, points)
 
 
 # --- measuring -------------------------------------------------------------------------
@@ -124,51 +118,41 @@ def fitted(points: Iterable[tuple[float, float]]) -> Rate:
 def measure_link(ranks: int, device: str = "cpu", *, rounds: int = ROUNDS, fresh: bool = False) -> LinkRates:
     """Time the collectives between ``ranks`` processes of this machine, some ten seconds.
 
-    Kept in the user's cache for a day, unless other programs held it up; ``fresh`` measures again.
+    Kept in the user's cache for a day, unless other programs slowed it down; ``fresh`` measures again.
 
     Args:
-        ranks: 2 or more.
-        device: ``cpu`` or ``cuda``.
-        rounds: samples of every kind and size; in turns, so that what disturbs falls on a few of each.
-        fresh: do not look for what was measured before.
+        rounds: samples of every kind and size; interleaved, so that a disturbance falls on a few of each.
 
     Raises:
         RequestError: fewer than two ranks.
         DeviceError: as :func:`~nanoinfer.parallel.launch.launch`.
     """
-    if ranks < 2:
-        raise RequestError(f"a link is between ranks: it needs 2 or more, got {ranks}")
-    path = cache_file("link", [ranks, device, *machine_key()], [Path(parallel.__path__[0])])
-    if not fresh and (found := _load(path)) is not None:
-        return found
-    answers = launch(f"{__name__}:time_calls", ranks, {"rounds": rounds}, device=device)
-    found = LinkRates(ranks, device, _rates(answers), _disturbed(answers))
-    if found.disturbed <= MOST_WAITED:
-        with contextlib.suppress(OSError):  # a disk that refuses costs the next call some seconds
-            write_whole(path, found.to_json())
-    return found
+    check("a link's ranks", ranks, at_least=2, whole=True)
 
+    def measure() -> LinkRates:
+        answers = launch(f"{__name__}:time_calls", ranks, {"rounds": rounds}, device=device)
+        return LinkRates(ranks, device, _rates(answers), _disturbed(answers))
 
-def _load(path: Path) -> LinkRates | None:
-    try:
-        if time.time() - path.stat().st_mtime > KEEP_S:
-            return None
-        return LinkRates.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return cached(
+        cache_file("link", [ranks, device, *machine_key()], [Path(parallel.__path__[0])]),
+        measure,
+        LinkRates.from_json,
+        LinkRates.to_json,
+        max_age_s=KEEP_S,
+        fresh=fresh,
+        keep=lambda link: link.disturbed <= MAX_WAITED,
+    )
 
 
 def _rates(answers: list[dict[str, Any]]) -> dict[str, Rate]:
-    """The median over a point's samples, of which each lasted as long as for the rank that waited least."""
+    """The median over a point's samples; a sample is that of the rank that waited least."""
     rates = {}
     for kind, points in answers[0]["calls"].items():
-        found = []
-        for at, (sent, _) in enumerate(points):
-            samples = zip(*(answer["calls"][kind][at][1] for answer in answers), strict=True)
-            median = percentile(map(min, samples), 50)
-            assert median is not None
-            found.append((sent, median))
-        rates[kind] = fitted(found)
+        medians = []
+        for i, (sent, _) in enumerate(points):
+            samples = zip(*(answer["calls"][kind][i][1] for answer in answers), strict=True)
+            medians.append((sent, sorted_percentile(sorted(map(min, samples)), 50)))
+        rates[kind] = fit_rate(medians)
     return rates
 
 
@@ -179,7 +163,7 @@ def _disturbed(answers: list[dict[str, Any]]) -> float:
 
 
 def time_calls(wire: Wire, rounds: int) -> dict[str, Any]:
-    """What each rank does: every kind and size once in every round, after one that is not counted."""
+    """What each rank runs: every kind and size once a round, each after an untimed call."""
     import psutil
     import torch
     import torch.distributed as dist
@@ -191,38 +175,37 @@ def time_calls(wire: Wire, rounds: int) -> dict[str, Any]:
     sent = [0.0] * len(items)
     start, own, busy = now(), time.process_time(), sum(psutil.cpu_times()[:3])
     for _ in range(rounds):
-        for at, (_, call, turns) in enumerate(items):
+        for i, (_, call, hops) in enumerate(items):
             call()
             logged = len(wire.log)
-            seconds = timed(call, device)[1]
-            samples[at].append(seconds / turns)
-            sent[at] = sum(entry.sent for entry in wire.log[logged:])
-    found: dict[str, list[tuple[float, list[float]]]] = {}
-    for at, (kind, _, _) in enumerate(items):
-        found.setdefault(kind, []).append((sent[at], samples[at]))
+            samples[i].append(timed(call, device)[1] / hops)
+            sent[i] = sum(entry.sent for entry in wire.log[logged:])
+    calls: dict[str, list[tuple[float, list[float]]]] = {}
+    for i, (kind, _, _) in enumerate(items):
+        calls.setdefault(kind, []).append((sent[i], samples[i]))
     used = sum(psutil.cpu_times()[:3]) - busy  # user, nice and system time of the whole machine
     wall = (now() - start) * (psutil.cpu_count() or 1)
-    return {"calls": found, "wall": wall, "own": time.process_time() - own, "busy": used}
+    return {"calls": calls, "wall": wall, "own": time.process_time() - own, "busy": used}
 
 
 def _calls(wire: Wire, x: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """Of each kind a call with the message ``x``, and how many of them it makes that wait for each other.
+    """By kind: a call with the message ``x``, and how many of its hops wait for each other.
 
-    A sender is done before its message has come, so messages go once round, through every rank.
+    A send returns before its message has arrived, so messages go once round, through every rank.
     """
     n, rank, y = wire.size, wire.rank, x.clone()
-    before, behind = (rank - 1) % n, (rank + 1) % n
+    previous, following = (rank - 1) % n, (rank + 1) % n
     parts = list(x.new_zeros(n, -(-x.numel() // n)).unbind())
     received = [part.clone() for part in parts]
 
     def round_trip() -> None:
         if rank == 0:
-            wire.send(x, behind)
-        wire.receive(y, before)
+            wire.send(x, following)
+        wire.receive(y, previous)
         if rank > 0:
-            wire.send(y, behind)
+            wire.send(y, following)
 
-    def each_tells_all() -> None:
+    def broadcast_from_each() -> None:
         for root in range(n):
             wire.broadcast(x, root)
 
@@ -230,7 +213,7 @@ def _calls(wire: Wire, x: Tensor) -> dict[str, tuple[Callable[[], object], int]]
         "all-reduce": (lambda: wire.all_reduce(x), 1),
         "all-gather": (lambda: wire.all_gather(x), 1),
         "all-to-all": (lambda: wire.all_to_all(parts, received), 1),
-        "exchange": (lambda: wire.exchange(x, behind, before), 1),
+        "exchange": (lambda: wire.exchange(x, following, previous), 1),
         "send": (round_trip, n),
-        "broadcast": (each_tells_all, n),
+        "broadcast": (broadcast_from_each, n),
     }

@@ -1,18 +1,13 @@
 """This machine's own ceilings, measured: the denominators of MBU, MFU and every prediction.
 
-A datasheet says what a device could do, not what torch gets out of this one, and a laptop's
-or a virtual machine's has none. So the ceilings are measured with torch itself: copying,
-reading (in several ways, since a slow way of reading is a false ceiling), matrix products by
-number of rows, and the cost of starting an operator.
-
-Other work comes and goes on a shared machine. Everything is therefore measured in rounds,
-one sample of each thing a round, so that a disturbance falls on a few samples of everything
-and not on all samples of one thing; medians are reported with their extremes.
+A datasheet says what a device could do, not what torch gets out of this one. So copying, reading (in several ways,
+since a slow one is a false ceiling), matrix products by number of rows and the start of an operator are timed with
+torch itself: in rounds of one sample of each, so that a disturbance falls on a few samples of everything.
 """
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import itertools
 import json
 import math
@@ -21,18 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from nanoinfer.errors import DeviceError, NanoinferError
+from nanoinfer.errors import DeviceError, NanoinferError, check, nearest
 from nanoinfer.measure import clock
-from nanoinfer.measure.calibration import AllReduce, Calibration, Product, Reading
 from nanoinfer.measure.environment import cpu_model, provenance, usable_cores
-from nanoinfer.measure.stats import percentile
-from nanoinfer.store import write_whole
+from nanoinfer.measure.stats import sorted_percentile
+from nanoinfer.store import cache_file, cached, read_cached
+from nanoinfer.theory.curves import Curve
 
 if TYPE_CHECKING:
     import torch
 
-#: Raised when the way of measuring changes: older results are then not taken from the cache.
-FORMAT: Final = 1
+#: Raised when the method changes: older results are then not taken from the cache.
+FORMAT: Final = 2
+#: Beyond this share of queueing a measurement is disturbed, and not kept.
+MAX_WAITED: Final = 0.1
+#: Timings of operators and links are taken again after a day: machines drift.
+KEEP_S: Final = 24 * 3600
 DTYPES: Final = ("float32", "bfloat16", "float16")
 #: Bytes streamed through: far beyond any cache share; with inputs and outputs it stays below 1 GB.
 BUFFER_BYTES = 512 << 20
@@ -43,11 +42,146 @@ ROWS: dict[str, tuple[int, ...]] = {
     "mps": (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048),
     "cuda": (1, 8, 32, 128, 512, 2048, 8192),
 }
-MOST_ROUNDS = 25
+MAX_ROUNDS = 25
 #: A sample lasts at least this long, so that neither the clock nor the call to wait shows in it.
-LEAST_SECONDS: Final = {"cpu": 0.001, "mps": 0.004, "cuda": 0.004}
+MIN_SAMPLE_S: Final = {"cpu": 0.001, "mps": 0.004, "cuda": 0.004}
 REDUCE_BYTES: Final = 8192
 REDUCE_CALLS: Final = 50
+
+
+# --- the record ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Median and extremes of ``n`` samples, in the unit of the field that holds it."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    def __post_init__(self) -> None:
+        if not (self.n >= 1 and 0 < self.low <= self.median <= self.high < math.inf):
+            raise ValueError(f"not a reading: {self.median}, {self.low} to {self.high}, n={self.n}")
+
+
+@dataclass(frozen=True)
+class Product:
+    """``F.linear`` of ``rows`` rows with a ``width`` x ``width`` weight: FLOP/s.
+
+    ``streamed``: every call took another weight, so each came from memory, as in a decode step; otherwise one weight
+    was used repeatedly and stayed in the cache where it fits.
+    """
+
+    dtype: str
+    rows: int
+    width: int
+    streamed: bool
+    rate: Reading
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Seconds of one all-reduce of ``nbytes`` among ``ranks``, waiting included: alpha, in effect."""
+
+    ranks: int
+    nbytes: int
+    seconds: Reading
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The ceilings of one device. Bytes/s, FLOP/s and seconds.
+
+    ``copy`` counts bytes read plus bytes written. ``launch`` is one tiny elementwise operator issued without waiting
+    for it, ``launch_synced`` the same waited for each time (no different on a CPU), ``launch_linear`` a tiny
+    ``F.linear`` by dtype. ``skipped`` says what was too slow for the budget, or unsupported. ``waited`` is the share
+    of its time for which this process queued for a core (``None`` where the system does not tell): other work took
+    it, and every figure is too low.
+    """
+
+    device: str
+    device_name: str
+    threads: int
+    dtypes: tuple[str, ...]
+    copy: Reading
+    reads: Mapping[str, Reading]
+    products: tuple[Product, ...]
+    launch: Reading
+    launch_synced: Reading
+    launch_linear: Mapping[str, Reading]
+    all_reduce: AllReduce | None
+    skipped: tuple[str, ...]
+    rounds: int
+    waited: float | None
+    budget_s: float
+    seconds: float
+    provenance: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work took so much of the time that the figures say little about the machine."""
+        return self.waited is not None and self.waited > MAX_WAITED
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes/s of the fastest way of reading, by its median: what to predict with."""
+        return max(reading.median for reading in self.reads.values())
+
+    @property
+    def read_ceiling(self) -> float:
+        """Bytes/s of the fastest single sample of any way of reading: what to divide by for MBU."""
+        return max(reading.high for reading in self.reads.values())
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the fastest product in ``dtype``, by its median. Raises :class:`DeviceError`."""
+        return max(point.rate.median for point in self._points(dtype, streamed=False))
+
+    def flops_at(self, dtype: str, rows: int, *, streamed: bool = False) -> float:
+        """FLOP/s of a product of ``rows`` rows: a straight line in log-log between the measured rows, flat beyond them.
+
+        Raises :class:`DeviceError` for a dtype that was not measured, :class:`NanoinferError` for no rows.
+        """
+        check("rows", rows, at_least=1, error=NanoinferError)
+        points = sorted(self._points(dtype, streamed=streamed), key=lambda point: point.rows)
+        # Seconds in proportion to rows / rate: straight lines of one are straight lines of the other.
+        curve = Curve(tuple(p.rows for p in points), tuple(p.rows / p.rate.median for p in points))
+        return rows / curve.at(rows)
+
+    def launch_seconds(self, dtype: str) -> tuple[float, float]:
+        """Seconds to start one small operator, and one small ``F.linear`` in ``dtype``. Raises :class:`DeviceError`."""
+        self._points(dtype, streamed=True)
+        return self.launch.median, self.launch_linear[dtype].median
+
+    def _points(self, dtype: str, *, streamed: bool) -> list[Product]:
+        points = [point for point in self.products if point.dtype == dtype and point.streamed == streamed]
+        if not points:
+            raise DeviceError(f"'{dtype}' was not calibrated on {self.device}; {nearest(dtype, self.dtypes)}")
+        return points
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data; :meth:`from_json` reads it back to an equal object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything :meth:`to_json` did not write."""
+        reduce: dict[str, Any] | None = data["all_reduce"]
+        return cls(
+            **{
+                **data,
+                "dtypes": tuple(data["dtypes"]),
+                "skipped": tuple(data["skipped"]),
+                **{name: Reading(**data[name]) for name in ("copy", "launch", "launch_synced")},
+                **{
+                    name: {key: Reading(**value) for key, value in data[name].items()}
+                    for name in ("reads", "launch_linear")
+                },
+                "products": tuple(Product(**{**row, "rate": Reading(**row["rate"])}) for row in data["products"]),
+                "all_reduce": reduce and AllReduce(**{**reduce, "seconds": Reading(**reduce["seconds"])}),
+            }
+        )
 
 
 # --- measuring -------------------------------------------------------------------
@@ -64,7 +198,7 @@ class _Item:
     samples: list[float] = field(default_factory=list)
 
     def time(self, device: str) -> float:
-        """Seconds per call. What is short starts warm: what ran before it left its own data in the caches."""
+        """Seconds per call. A short item starts warm: the one before left its own data in the caches."""
         if self.calls > 1:
             self.call()
         clock.synchronize(device)
@@ -83,9 +217,8 @@ class _Item:
 
 
 def _reading(samples: list[float]) -> Reading:
-    median = percentile(samples, 50)
-    assert median is not None
-    return Reading(median, min(samples), max(samples), len(samples))
+    ordered = sorted(samples)
+    return Reading(sorted_percentile(ordered, 50), ordered[0], ordered[-1], len(ordered))
 
 
 class _Bench:
@@ -102,11 +235,11 @@ class _Bench:
         self.buffer = tile.bfloat16().to(device).repeat(BUFFER_BYTES // 2 // len(tile))
 
     def add(self, key: tuple[Any, ...], item: _Item) -> float:
-        """Warm it up, choose how many calls make a sample, and keep it. Returns its seconds per call."""
+        """Warm up, choose how many calls make a sample, and keep the item. Returns its seconds per call."""
         item.time(self.device)
         once = item.time(self.device)
         if item.calls == 1:
-            item.calls = max(1, math.ceil(LEAST_SECONDS[self.kind] / once * 0.999)) if once > 0 else 1000
+            item.calls = max(1, math.ceil(MIN_SAMPLE_S[self.kind] / once * 0.999)) if once > 0 else 1000
         self.items[key] = item
         return once
 
@@ -175,7 +308,7 @@ class _Bench:
     def run(self, until: float) -> int:
         """Rounds of one sample each, at least one, until the time given. Returns how many."""
         rounds, longest = 0, 0.0
-        while rounds < MOST_ROUNDS:
+        while rounds < MAX_ROUNDS:
             start = clock.now()
             if rounds and start + longest > until:
                 break
@@ -213,7 +346,7 @@ def _all_reduce(device: str) -> AllReduce | None:
     return AllReduce(ranks, tensor.nbytes, item.seconds())
 
 
-def scheduled() -> tuple[int, int] | None:
+def schedstat() -> tuple[int, int] | None:
     """Nanoseconds that this process's threads ran, and that they were ready but queued for a core; Linux tells."""
     try:
         rows = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
@@ -222,8 +355,8 @@ def scheduled() -> tuple[int, int] | None:
         return None
 
 
-def waited_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """The share of its time for which this process queued for a core between two calls of :func:`scheduled`."""
+def run_queue_wait(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """The share of its time for which this process queued for a core between two calls of :func:`schedstat`."""
     if before is None or after is None or sum(after) <= sum(before):
         return None
     return (after[1] - before[1]) / (sum(after) - sum(before))
@@ -241,9 +374,9 @@ def _measure(device: str, name: str, budget_s: float) -> Calibration:
         for dtype in dtypes:
             bench.products(dtype)
         all_reduce = _all_reduce(device)
-        before = scheduled()
+        before = schedstat()
         rounds = bench.run(start + 0.8 * budget_s)
-        waited = waited_share(before, scheduled())
+        waited = run_queue_wait(before, schedstat())
     return Calibration(
         device=device,
         device_name=name,
@@ -268,46 +401,22 @@ def _measure(device: str, name: str, budget_s: float) -> Calibration:
 # --- the cache -------------------------------------------------------------------
 
 
-def _key(device: str) -> dict[str, Any]:
-    """What a result holds for: another of any of these is measured anew."""
+def _device_name(device: str) -> str:
     import torch
 
-    cuda = device.startswith("cuda")
-    return {
-        "format": FORMAT,
-        "device": device,
-        "name": torch.cuda.get_device_name(device) if cuda else cpu_model(),
-        "cores": usable_cores(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "ranks": _ranks(),
-    }
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_model()
 
 
 def cache_path(device: str = "cpu") -> Path:
     """The file that holds the result for this machine, its number of threads, its torch and ``device``."""
-    from nanoinfer.store import cache_dir
+    import torch
 
-    digest = hashlib.sha256(json.dumps(_key(device), sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / "calibration" / f"{digest}.json"
-
-
-def _load(path: Path, key: Mapping[str, Any], budget_s: float) -> Calibration | None:
-    """The stored result; ``None`` where it is missing, damaged, of another machine or of a smaller budget."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = Calibration.from_json(data["calibration"])
-        return found if data["key"] == key and found.budget_s >= budget_s else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    key = [FORMAT, device, _device_name(device), usable_cores(), torch.get_num_threads(), torch.__version__, _ranks()]
+    return cache_file("calibration", key)
 
 
-def _store(path: Path, key: Mapping[str, Any], result: Calibration) -> None:
-    write_whole(path, json.dumps({"key": key, "calibration": result.to_json()}, indent=1) + "\n")
-
-
-def _everywhere(found: bool, device: str) -> bool:
-    """Whether all ranks found it: measuring takes part in a collective, so all must measure or none."""
+def _on_all_ranks(found: bool, device: str) -> bool:
+    """Whether all ranks found a stored result: measuring takes part in a collective, so all must measure or none."""
     import torch
 
     if _ranks() == 1:
@@ -320,21 +429,31 @@ def _everywhere(found: bool, device: str) -> bool:
 def calibrate(device: str = "cpu", budget_s: float = 15.0, fresh: bool = False) -> Calibration:
     """The ceilings of ``device``, from the user's cache or measured within about ``budget_s`` seconds.
 
-    Measured again where the machine, its threads, torch or the device changed, where the stored
-    result is damaged or had a smaller budget, and with ``fresh=True``: do that beside a run on a
-    shared machine, whose ceilings move. A result that other work disturbed is returned and says so
-    (:attr:`Calibration.disturbed`), but is not kept. Needs less than 1 GB of the device's memory. With several
-    ranks every rank must call it. Raises :class:`DeviceError`, and :class:`NanoinferError` for no budget.
+    Measured again where the machine, its threads, torch or the device changed, where the stored result is damaged or
+    had a smaller budget, and with ``fresh=True``: use that next to a run on a shared machine, whose ceilings move. A
+    disturbed result is returned but not kept. Needs less than 1 GB of the device's memory. With several ranks every
+    rank must call it. Raises :class:`DeviceError`, and :class:`NanoinferError` for a budget that is not above 0.
     """
     from nanoinfer.models.registry import check_device
 
     check_device(device)
-    if not 0 < budget_s < math.inf:
-        raise NanoinferError(f"calibrate: the budget must be a positive number of seconds, got {budget_s}")
-    key, path = _key(device), cache_path(device)
-    found = None if fresh else _load(path, key, budget_s)
-    if not _everywhere(found is not None, device) or found is None:
-        found = _measure(device, str(key["name"]), budget_s)
-        if not found.disturbed:
-            _store(path, key, found)
-    return found
+    check("calibrate: budget_s", budget_s, above=0, error=NanoinferError)
+    path = cache_path(device)
+
+    def parse(text: str) -> Calibration:
+        calibration = Calibration.from_json(json.loads(text))
+        if calibration.budget_s < budget_s:
+            raise ValueError("of a smaller budget")
+        return calibration
+
+    stored = None if fresh else read_cached(path, parse)
+    if _on_all_ranks(stored is not None, device) and stored is not None:
+        return stored
+    return cached(
+        path,
+        lambda: _measure(device, _device_name(device), budget_s),
+        parse,
+        lambda calibration: json.dumps(calibration.to_json(), indent=1) + "\n",
+        fresh=True,
+        keep=lambda calibration: not calibration.disturbed,
+    )

@@ -1,17 +1,14 @@
 """Time a model's operators one by one, to predict steps of any batch, context and phase.
 
-What is timed is the real code: each product by itself, through all layers in their order so that weights
-come from memory; attention by itself over caches of several sizes; a pass through the layers over a
-short context; and steps of the continuous engine. What a pass or a step takes beyond its parts is norms, rotation,
-activation, cache writes, Python, and what operators cost each other.
+The real code is timed: each product, through all layers in order so that weights come from memory; attention over
+caches of several sizes; a pass through the layers over a short context; steps of the continuous engine. What a pass or
+a step takes beyond its parts is norms, rotation, activation, cache writes and Python.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +22,8 @@ from torch import Tensor, nn
 from nanoinfer import cache, engines, models
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
-from nanoinfer.calibrate.machine import scheduled, waited_share
+from nanoinfer.calibrate.machine import KEEP_S, MAX_WAITED, run_queue_wait, schedstat
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.measure.calibration import MOST_WAITED
 from nanoinfer.measure.clock import timed
 from nanoinfer.measure.environment import machine_key
 from nanoinfer.measure.stalls import StepNote
@@ -36,13 +32,13 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.store import cache_file, write_whole
+from nanoinfer.store import cache_file, cached
 from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import Machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
-MANY = 128  # a pass of more rows takes long and varies little: one is enough, and needs no warm-up
+MANY = 128  # a pass of more rows is long and varies little: it runs once, without warm-up
 BATCHES = (1, 4, 16, 32)
 BLOCK = 8  # tokens a block of the paged cache
 CONTEXTS = (16, 256, 2048)
@@ -50,18 +46,16 @@ PREFILLS = (16, 64, 256, 1024)
 REST_BATCHES = (1, 4, 16, 32)
 REST_PREFILLS = (16, 64, 256, 1024)
 SHORT = 16  # the context at which whole layers are timed
-STEPS = 8  # of the engine, behind a prompt
+STEPS = 8  # of the engine, after a prompt
 #: Enough layers that keys and values come from memory and not from the processor's cache.
 ATTENTION_BYTES = 2**28
-KEEP_S = 24 * 3600  # machines drift
 
 
 def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
     """Time the operators of a loaded model; some ten seconds for a small one on a laptop.
 
     Args:
-        loaded: a model of ours, on any device, in any dtype.
-        repeats: calls behind each point, of which the median counts; one more warms up.
+        repeats: timed calls a point, of which the median counts; one more warms up.
     """
     device = next(loaded.model.parameters()).device
     with torch.inference_mode():
@@ -69,31 +63,42 @@ def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
         decode, paged = _decode_attention(loaded, device, repeats)
         prefill = _prefill_attention(loaded, device, repeats)
         nothing = Curve((1,), (1.0,))
-        timed_ones = OperatorCurves(products, decode, paged, prefill, nothing, nothing, nothing, nothing)
-        rest, rest_prefill = _rest(loaded, device, repeats, timed_ones)
-        paged_rest, paged_rest_prefill = _paged_rest(loaded, timed_ones)
+        parts = OperatorCurves(products, decode, paged, prefill, nothing, nothing, nothing, nothing)
+        rest, rest_prefill = _rest(loaded, device, repeats, parts)
+        paged_rest, paged_rest_prefill = _paged_rest(loaded, parts)
     return replace(
-        timed_ones, rest=rest, rest_prefill=rest_prefill, paged_rest=paged_rest, paged_rest_prefill=paged_rest_prefill
+        parts, rest=rest, rest_prefill=rest_prefill, paged_rest=paged_rest, paged_rest_prefill=paged_rest_prefill
     )
 
 
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
-    """The machine at hand, as this model meets it: to be handed to :mod:`nanoinfer.theory.roofline`.
+    """The machine at hand, as this model meets it: for :mod:`nanoinfer.theory.roofline`.
 
-    Timings are kept in the user's cache for a day, unless other work held them up; ``fresh`` takes them
-    again. Peak and bandwidth are those of the fastest product: what this model's own operators reach,
-    below what the machine could do.
+    Timings are kept in the user's cache for a day, unless other work slowed them down; ``fresh`` takes them again.
+    Peak and bandwidth are those of the fastest product: what this model's own operators reach, below what the
+    machine could do.
     """
-    config = loaded.model.config
-    weight = next(loaded.model.parameters())
-    dtype = str(weight.dtype).removeprefix("torch.")
-    path = _path(loaded, dtype)
-    curves = None if fresh else _load(path)
-    if curves is None:
-        before = scheduled()
+    config, weight = loaded.model.config, next(loaded.model.parameters())
+    dtype, waited = str(weight.dtype).removeprefix("torch."), 0.0
+
+    def measure() -> OperatorCurves:
+        nonlocal waited
+        before = schedstat()
         curves = measure_operators(loaded)
-        if (waited_share(before, scheduled()) or 0.0) <= MOST_WAITED:
-            _store(path, curves)
+        waited = run_queue_wait(before, schedstat()) or 0.0
+        return curves
+
+    code = (Path(package.__path__[0]) for package in (cache, engines, models))
+    path = cache_file("operators", [loaded.name, dtype, weight.device, *machine_key()], code)
+    curves = cached(
+        path,
+        measure,
+        OperatorCurves.from_json,
+        OperatorCurves.to_json,
+        max_age_s=KEEP_S,
+        fresh=fresh,
+        keep=lambda _: waited <= MAX_WAITED,
+    )
     matrices = [m for m in (*layer_matrices(config, 0), head_matrix(config)) if m.name in curves.products]
     sizes = [(m.rows * m.columns, curves.products[m.name]) for m in matrices]
     peak = max(2 * n * rows / curve.at(rows) for n, curve in sizes for rows in ROWS)
@@ -101,31 +106,8 @@ def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
     return Machine("this machine", dtype, peak, bandwidth, curves=curves)
 
 
-def _path(loaded: LoadedModel, dtype: str) -> Path:
-    """Where the timings of this model, code and machine are kept."""
-    device = next(loaded.model.parameters()).device
-    code = (Path(package.__path__[0]) for package in (cache, engines, models))
-    return cache_file("operators", [loaded.name, dtype, device, *machine_key()], code)
-
-
-def _load(path: Path) -> OperatorCurves | None:
-    """Timings that were stored within a day, or None. A damaged file counts as none."""
-    try:
-        if time.time() - path.stat().st_mtime > KEEP_S:
-            return None
-        return OperatorCurves.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _store(path: Path, curves: OperatorCurves) -> None:
-    """Keep the timings; a disk that refuses costs the next run ten seconds and nothing else."""
-    with contextlib.suppress(OSError):
-        write_whole(path, curves.to_json())
-
-
 def _seconds(fn: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of the calls behind a warm-up: what a step usually meets, not what it meets at best."""
+    """The median of the calls after a warm-up: what a step usually meets, not the best case."""
     return statistics.median([timed(fn, device)[1] for _ in range(repeats + 1)][1:])
 
 
@@ -206,7 +188,7 @@ def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
 def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
     """A contiguous cache's numbers as blocks, shuffled among the rows, and rows of the same tokens in all.
 
-    They are of unlike lengths, which costs padding and calls.
+    Lengths differ, which costs padding and calls.
     """
     n_layers, batch, n_kv, context, d_head = cache.k.shape
     size = math.gcd(context, BLOCK)
@@ -239,7 +221,7 @@ def _prefill_attention(loaded: LoadedModel, device: torch.device, repeats: int) 
     return Curve(sizes, tuple(seconds))
 
 
-def _rest(loaded: LoadedModel, device: torch.device, repeats: int, timed_ones: OperatorCurves) -> tuple[Curve, Curve]:
+def _rest(loaded: LoadedModel, device: torch.device, repeats: int, parts: OperatorCurves) -> tuple[Curve, Curve]:
     """A layer as it runs among others, less its products and its attention as they ran alone.
 
     Against rows of one token each, as in a decode step, and against the tokens of one prompt.
@@ -252,14 +234,14 @@ def _rest(loaded: LoadedModel, device: torch.device, repeats: int, timed_ones: O
         seconds = []
         for batch, new, context in shapes:
             whole = _layer(loaded, device, 1 if new > MANY else repeats, batch, new, context)
-            multiplied = sum(curve.at(batch * new) for name, curve in timed_ones.products.items() if name != "lm_head")
-            seconds.append(max(whole - multiplied - timed_ones.attention(batch, new, context), 1e-6))
+            multiplied = sum(curve.at(batch * new) for name, curve in parts.products.items() if name != "lm_head")
+            seconds.append(max(whole - multiplied - parts.attention(batch, new, context), 1e-6))
         curves.append(Curve(tuple(batch * new for batch, new, _ in shapes), tuple(seconds)))
     return curves[0], curves[1]
 
 
 def _layer(loaded: LoadedModel, device: torch.device, repeats: int, batch: int, new: int, context: int) -> float:
-    """Seconds of one layer in a pass through all of them: ``new`` tokens a row behind those that fill the context."""
+    """Seconds of one layer in a pass through all of them: ``new`` tokens a row after those that fill the context."""
     model, config = loaded.model, loaded.model.config
     dtype = next(model.parameters()).dtype
     blocks = list(model.h if isinstance(model, GPT2) else model.layers)
@@ -276,12 +258,12 @@ def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], c
         block(x, *extra, cache, None)
 
 
-def _paged_rest(loaded: LoadedModel, timed_ones: OperatorCurves) -> tuple[Curve, Curve]:
+def _paged_rest(loaded: LoadedModel, parts: OperatorCurves) -> tuple[Curve, Curve]:
     """Steps of the continuous engine, less their products and attention as they ran alone; a layer's share of that.
 
-    Against rows of one token each, which are of unlike lengths, and against the tokens of one prompt.
+    Against rows of one token each, of different lengths, and against the tokens of one prompt.
     """
-    n_layers, head = loaded.model.config.n_layers, timed_ones.products["lm_head"]
+    n_layers, head = loaded.model.config.n_layers, parts.products["lm_head"]
     prompts = [n for n in REST_PREFILLS if n < loaded.model.config.context]
     engine = ContinuousEngine(
         loaded, token_budget=max(prompts[-1], SHORT * REST_BATCHES[-1]), block_size=BLOCK, share_prefixes=False
@@ -290,7 +272,7 @@ def _paged_rest(loaded: LoadedModel, timed_ones: OperatorCurves) -> tuple[Curve,
     engine.on_step = notes.append
 
     def left(rows: int, ends: int, attention: float, seconds: list[float]) -> float:
-        multiplied = sum(curve.at(rows) for name, curve in timed_ones.products.items() if name != "lm_head")
+        multiplied = sum(curve.at(rows) for name, curve in parts.products.items() if name != "lm_head")
         whole = (statistics.median(seconds) - head.at(ends)) / n_layers
         return max(whole - multiplied - attention, 1e-6)
 
@@ -301,14 +283,14 @@ def _paged_rest(loaded: LoadedModel, timed_ones: OperatorCurves) -> tuple[Curve,
         engine.generate([[0] * length for length in lengths], SamplingParams(max_tokens=STEPS, ignore_eos=True))
         taken = [note.end - note.start for note in notes if not note.prefill_tokens and note.decode_rows == n]
         context = sum(lengths) / n + STEPS / 2
-        decode.append(left(n, n, timed_ones.paged(n, context), taken))
+        decode.append(left(n, n, parts.paged(n, context), taken))
     for n in prompts:
         notes.clear()
         engine.generate([[0] * n], SamplingParams(max_tokens=1, ignore_eos=True))
-        prefill.append(left(n, 1, timed_ones.prefill_attention.at(n), [note.end - note.start for note in notes]))
+        prefill.append(left(n, 1, parts.prefill_attention.at(n), [note.end - note.start for note in notes]))
     return Curve(REST_BATCHES, tuple(decode)), Curve(tuple(prompts), tuple(prefill))
 
 
 def _spread(mean: int, rows: int) -> list[int]:
-    """Lengths from a quarter of the mean to seven quarters, the shortest first: rows of a service are never alike."""
+    """Lengths from a quarter of the mean to seven quarters, the shortest first: a service's rows differ."""
     return [max(2, round(mean * (0.25 + 1.5 * (row + 0.5) / rows))) for row in range(rows)]

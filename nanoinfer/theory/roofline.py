@@ -43,7 +43,7 @@ FUSED_OPERATORS = 4
 
 
 class Ceilings(Protocol):
-    """What a calibration offers; :class:`nanoinfer.measure.calibration.Calibration` is one."""
+    """What a calibration offers; :class:`nanoinfer.calibrate.machine.Calibration` is one."""
 
     @property
     def device_name(self) -> str:

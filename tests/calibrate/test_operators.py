@@ -59,7 +59,7 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
         return measure_operators(loaded, repeats=1)
 
     monkeypatch.setattr(operators, "measure_operators", counted)
-    monkeypatch.setattr(operators, "scheduled", lambda: None)  # as on a machine that does not tell
+    monkeypatch.setattr(operators, "schedstat", lambda: None)  # as on a system without it
     first, again = this_machine(loaded), this_machine(loaded)
     assert first == again and len(calls) == 1
     assert this_machine(loaded, fresh=True).curves is not None and len(calls) == 2
@@ -74,8 +74,8 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
 
 def test_timings_that_other_work_held_up_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
-    told = iter([(0, 0), (80, 20)])
-    monkeypatch.setattr(operators, "scheduled", lambda: next(told))
+    readings = iter([(0, 0), (80, 20)])
+    monkeypatch.setattr(operators, "schedstat", lambda: next(readings))
     assert this_machine(load_model("random:tiny-gpt2")).curves is not None
     assert not (tmp_path / "operators").exists()
 
