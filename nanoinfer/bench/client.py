@@ -48,7 +48,6 @@ class HttpTarget:
         model: its name there; :meth:`connect` finds one.
         endpoint: ``completions`` (texts or token ids) or ``chat`` (texts, as one message of a user). None takes that
             of the address, else completions.
-        api_key: sent as a bearer token.
         ignore_eos: ask for exactly ``output`` tokens, where the server can; the tokens it served are what counts.
         count: tokens of a text, for servers that send no counts; without, an estimate.
         extra: more fields of the request's body; None removes a field.
@@ -94,10 +93,7 @@ class HttpTarget:
     ) -> HttpTarget:
         """A target that has answered one small request, so that a mistake shows before the load.
 
-        Args:
-            url: as for the class; so are the ``options``.
-            model: None takes the first that the server offers.
-            timeout_s: seconds; a server that is still loading takes long.
+        ``options`` are those of the class. Without a ``model`` it takes the first that the server offers.
 
         Raises:
             RequestError: no server there, an unknown model, a refused key, with the server's own text.
@@ -180,8 +176,7 @@ class HttpTarget:
 
     async def _read(self, response: aiohttp.ClientResponse, trace: Trace, recorder: StreamRecorder) -> None:
         if response.content_type == "application/json":
-            self._fail(trace, "no stream", "the server answered with a whole JSON document instead of a stream")
-            return
+            return self._fail(trace, "no stream", "the server answered with a whole JSON document instead of a stream")
         parser, content = SSEParser(), response.content
         while not recorder.is_done and recorder.error is None:
             read = await content.readany()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -130,11 +131,9 @@ class LoadPlan:
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
         self.slo = None if config.slo is None else parse_slo(config.slo)
-        self.prompt, self.output = (items.parse_lengths(text) for text in (config.prompt_tokens, config.output_tokens))
+        self.prompt, self.output = map(items.parse_lengths, (config.prompt_tokens, config.output_tokens))
         self.pairs = None if config.lengths is None else files.read_pairs(config.lengths)
         self.entries = None if config.replay is None else files.read_trace(config.replay)
-        self.kind: Kind
-        self.levels: list[float]
         self.kind, self.levels = self._levels()
         self.most = config.requests or (REQUESTS if config.seconds is None and self.entries is None else None)
         self.offsets = [self._offsets(index) for index in range(len(self.levels))]
@@ -158,9 +157,7 @@ class LoadPlan:
             return cast("Kind", kind or "rate"), levels
         if self.entries is not None:
             return "rate", [(config.speedup or 1.0) * (files.gap_rate(self.entries) or 1.0)]
-        if config.rate is not None:
-            return "rate", [config.rate]
-        return "users", [float(config.users or 1)]
+        return ("users", [float(config.users or 1)]) if config.rate is None else ("rate", [config.rate])
 
     @property
     def most_level(self) -> float:
@@ -184,43 +181,36 @@ class LoadPlan:
         config, level = self.config, self.levels[index]
         if self.kind == "users" or self.entries is not None:
             return []
-        offsets = arrivals.schedule(
-            self.shape(level), level, n=self.most, seconds=config.seconds, seed=config.seed + index
-        )
+        seed, seconds = config.seed + index, config.seconds
+        offsets = arrivals.schedule(self.shape(level), level, n=self.most, seconds=seconds, seed=seed)
         if not offsets:
-            raise RequestError(
-                f"no request is due within {config.seconds:g} s at {level:g} a second: give more --seconds"
-            )
+            raise RequestError(f"no request is due within {seconds:g} s at {level:g} a second: give more --seconds")
         return offsets
 
     def work(self, index: int, vocab_size: int | None) -> tuple[list[WorkItem], list[WorkItem] | Iterator[WorkItem]]:
         """Warm-up and measured work of a level, with prompts that no other level has.
 
-        Args:
-            index: of the level.
-            vocab_size: for prompts of ids; None for words.
+        ``vocab_size`` is for prompts of token ids; None for words.
         """
-        config, seed, n_warm = self.config, self.config.seed + index, self.warmup(index)
-        if self.prompts:
-            first, rest = self.prompts[index]
-            warm = list(islice(items.from_prompts(first, self.output, seed=seed), n_warm)) if first else []
-            works = items.from_prompts(rest, self.output, seed=seed)
-        else:
-            warm = list(islice(self._synthetic(seed, vocab_size, "warm-up"), n_warm))
-            works = self._synthetic(seed, vocab_size, "measured")
+        config, seed = self.config, self.config.seed + index
+        warm = list(islice(self._items(index, vocab_size, "warm-up"), self.warmup(index)))
         if self.entries is not None:
-            speedup = config.speedup or 1.0
-            again = files.replayed(self.entries, speed_up=speedup, seed=seed, vocab_size=vocab_size)
-            return warm, [work for work in again if config.seconds is None or work.at < config.seconds][
-                : config.requests
-            ]
+            work = files.replayed(self.entries, speed_up=config.speedup or 1.0, seed=seed, vocab_size=vocab_size)
+            seconds = math.inf if config.seconds is None else config.seconds
+            return warm, [item for item in work if item.at < seconds][: config.requests]
+        measured = self._items(index, vocab_size, "measured")
         if self.kind == "users":
-            return warm, works
+            return warm, measured
         if config.arrivals != "ramp" and warm:  # before a ramp all at once: it starts with an empty engine
-            warm = schedule_at(warm, arrivals.schedule("poisson", self.levels[index], n=n_warm, seed=seed))
-        return warm, schedule_at(works, self.offsets[index])
+            warm = schedule_at(warm, arrivals.schedule("poisson", self.levels[index], n=len(warm), seed=seed))
+        return warm, schedule_at(measured, self.offsets[index])
 
-    def _synthetic(self, seed: int, vocab_size: int | None, stream: str) -> Iterator[WorkItem]:
+    def _items(self, index: int, vocab_size: int | None, stream: str) -> Iterator[WorkItem]:
+        """Requests without end."""
+        seed = self.config.seed + index
+        if self.prompts:
+            warm, measured = self.prompts[index]
+            return items.from_prompts(warm if stream == "warm-up" else measured, self.output, seed=seed)
         if self.pairs is not None:
             return items.from_pairs(self.pairs, seed=seed, vocab_size=vocab_size, stream=stream)
         return items.synthetic(self.prompt, self.output, seed=seed, vocab_size=vocab_size, stream=stream)
