@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.models.attention import KVCache, attend
+from nanoinfer.models.model import Decoder
 
 
 class Attention(nn.Module):
@@ -57,53 +58,28 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
 
 
-class GPT2(nn.Module):
+class GPT2(Decoder):
     """The whole decoder: token ids in, logits out."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         self.wpe = nn.Embedding(config.context, config.d_model)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
-        last_only: bool = False,
-    ) -> Tensor:
-        """Logits ``[B, T, V]`` (``[B, 1, V]`` with ``last_only``) of ids ``[B, T]`` at positions ``[B, T]``.
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.h
 
-        See :class:`nanoinfer.models.model.Model` for the arguments.
-        """
-        x = self.hidden(ids, positions, cache, mask)
-        return self.head(x[:, -1:] if last_only else x)
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.wte
 
-    def hidden(
-        self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """What comes out of the last layer, ``[B, T, d]``."""
-        return self.through_layers(self.embed(ids, positions), positions, cache, mask)
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.ln_f
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """What goes into the first layer, ``[B, T, d]``."""
         return self.wte(ids) + self.wpe(positions)  # type: ignore[no-any-return]
-
-    def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """From before the first layer to behind the last: ``[B, T, d]`` to the same."""
-        del positions  # they were added by :meth:`embed`
-        for block in self.h:
-            x = block(x, cache, mask)
-        if cache is not None:
-            cache.advance(x.shape[1])
-        return x
-
-    def head(self, x: Tensor) -> Tensor:
-        """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
-        x = self.ln_f(x)
-        return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)

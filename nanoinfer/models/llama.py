@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.models.attention import KVCache, attend
+from nanoinfer.models.model import Decoder
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -33,7 +34,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair ``(x[i], x[i + d_h/2])`` by its angle.
+    """Rotate each pair ``(x[i], x[i + d_h/2])`` by its angle.
 
     ``x`` is ``[B, n, T, d_h]``, cos and sin are ``[B, 1, T, d_h/2]``.
     """
@@ -93,7 +94,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, attention, add; norm, MLP (or what stands in its place), add."""
+    """Norm, attention, add; norm, MLP (or a mixture of experts), add."""
 
     def __init__(self, config: ModelConfig, layer: int, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
         super().__init__()
@@ -107,14 +108,13 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """The whole decoder: token ids in, logits out."""
 
     inv_freq: Tensor
 
     def __init__(self, config: ModelConfig, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config, layer, mlp) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -128,47 +128,25 @@ class Llama(nn.Module):
             raise ValueError(f"inv_freq has shape {tuple(inv_freq.shape)}, expected ({self.config.d_head // 2},)")
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.layers
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.norm
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.embed_tokens(ids)  # type: ignore[no-any-return]
+
+    def shared_inputs(self, positions: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor]]:
+        return (self.rope(positions, dtype),)
+
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine at positions ``[B, T]``, each ``[B, 1, T, d_h / 2]``; angles are computed in fp32."""
         angles = positions[:, None, :, None].float() * self.inv_freq.float()
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
-        last_only: bool = False,
-    ) -> Tensor:
-        """Logits ``[B, T, V]`` (``[B, 1, V]`` with ``last_only``) of ids ``[B, T]`` at positions ``[B, T]``.
-
-        See :class:`nanoinfer.models.model.Model` for the arguments.
-        """
-        x = self.hidden(ids, positions, cache, mask)
-        return self.head(x[:, -1:] if last_only else x)
-
-    def hidden(
-        self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """What comes out of the last layer, ``[B, T, d]``."""
-        return self.through_layers(self.embed(ids, positions), positions, cache, mask)
-
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """What goes into the first layer, ``[B, T, d]``."""
-        del positions  # they enter in the layers, as rotations
-        return self.embed_tokens(ids)  # type: ignore[no-any-return]
-
-    def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """From before the first layer to behind the last: ``[B, T, d]`` to the same."""
-        rope = self.rope(positions, x.dtype)
-        for block in self.layers:
-            x = block(x, rope, cache, mask)
-        if cache is not None:
-            cache.advance(x.shape[1])
-        return x
-
-    def head(self, x: Tensor) -> Tensor:
-        """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
-        x = self.norm(x)
-        return F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)

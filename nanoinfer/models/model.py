@@ -1,20 +1,20 @@
-"""What every model of this library looks like from outside."""
+"""What every model looks like to an engine, and the parts that all decoders share."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.configs.config import ModelConfig, check_runnable
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.models.attention import KVCache
-from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import MLP, Llama
-from nanoinfer.models.moe import MixtureOfExperts
 
 
 class Model(Protocol):
-    """A decoder that maps token ids to logits; it keeps no state between calls."""
+    """Maps token ids to logits; keeps no state between calls."""
 
     config: ModelConfig
 
@@ -26,40 +26,93 @@ class Model(Protocol):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits for new tokens.
+        """Logits for new tokens: ``[B, T, V]``, or ``[B, 1, V]`` with ``last_only``.
 
         Args:
             ids: ``[B, T]`` int64, the new tokens.
-            positions: ``[B, T]`` int64, where in its sequence each of them stands.
-            cache: where older keys and values are, and the new ones go; None recomputes.
+            positions: ``[B, T]`` int64, of each in its sequence.
+            cache: holds older keys and values and takes the new ones; None recomputes.
             mask: ``[B, 1, T, S]`` bool over all ``S`` visible tokens; None means causal without padding.
             last_only: compute the head for the last position alone.
-
-        Returns:
-            ``[B, T, V]``, or ``[B, 1, V]`` with ``last_only``.
         """
         ...
 
     def hidden(
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """What comes out of the last layer, ``[B, T, d]``; for a caller who wants the logits of some tokens only."""
+        """The output of the last layer, ``[B, T, d]``; for a caller that needs the logits of some tokens only."""
         ...
 
     def head(self, x: Tensor) -> Tensor:
-        """Last norm and head: ``[..., d]`` to logits ``[..., V]``."""
+        """Final norm and head: ``[..., d]`` to logits ``[..., V]``."""
         ...
 
 
-def build(config: ModelConfig) -> GPT2 | Llama:
-    """An uninitialised model of this shape. Under ``torch.device("meta")`` it costs no memory.
+class Decoder(nn.Module):
+    """A :class:`Model` of blocks between an embedding and a head. A family defines the parts.
 
-    Raises :class:`ModelError` for a shape that can be counted but not run.
+    Each block maps ``(x, *shared, cache, mask)`` to ``x``, where ``shared`` are :meth:`shared_inputs`.
     """
-    check_runnable(config)
-    if config.family == "gpt2":
-        return GPT2(config)
-    return Llama(config, MLP if config.moe is None else MixtureOfExperts)
+
+    lm_head: nn.Linear | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The layers, in order."""
+        raise NotImplementedError
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The token embedding, whose weight a tied head uses too."""
+        raise NotImplementedError
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm before the head."""
+        raise NotImplementedError
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The input of the first layer, ``[B, T, d]``."""
+        raise NotImplementedError
+
+    def shared_inputs(self, positions: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What is computed once a pass for all blocks."""
+        return ()
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        x = self.hidden(ids, positions, cache, mask)
+        return self.head(x[:, -1:] if last_only else x)
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`Model.hidden`."""
+        return self.through_layers(self.embed(ids, positions), positions, cache, mask)
+
+    def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """From the input of the first layer to the output of the last: ``[B, T, d]`` to the same."""
+        shared = self.shared_inputs(positions, x.dtype)
+        for block in self.blocks:
+            x = block(x, *shared, cache, mask)
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        """As :meth:`Model.head`."""
+        x = self.final_norm(x)
+        return F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
 
 
 def n_parameters(model: nn.Module) -> int:

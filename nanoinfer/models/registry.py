@@ -22,12 +22,12 @@ from nanoinfer.models import fetch
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.models.model import build, n_parameters
 from nanoinfer.models.weights import assemble, load_folder, random_state
 from nanoinfer.sampling.params import check_seed
 from nanoinfer.store import cache_dir, read_json
 from nanoinfer.text.tokenizer import Tokenizer, gguf_eos_ids
 from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
+from nanoinfer.theory.parameters import parameters
 
 DEFAULT = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,7 +75,7 @@ def known_models() -> list[KnownModel]:
     """Every name that can be loaded without knowing a path, and whether its files are here already."""
 
     def row(name: str, shape: str, on_disk: bool, how: str) -> KnownModel:
-        return KnownModel(name, SHAPES[shape].family, _count(SHAPES[shape]), on_disk, how)
+        return KnownModel(name, SHAPES[shape].family, parameters(SHAPES[shape]), on_disk, how)
 
     package = fetch.SMOLLM2.requirement
     rows = [row(DEFAULT, DEFAULT, fetch.SMOLLM2.present, f"out of the Python package {package}")]
@@ -84,11 +84,6 @@ def known_models() -> list[KnownModel]:
         for name, place in HUB.items()
     ]
     return rows + [row(f"random:{name}", name, True, "random weights from a seed, at true shape") for name in SHAPES]
-
-
-def _count(config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return n_parameters(build(config))
 
 
 def check_device(device: str | torch.device) -> torch.device:
@@ -218,7 +213,7 @@ def _if_supported(where: Path, read: Callable[[], Tokenizer | None]) -> Tokenize
 
 def _random(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> LoadedModel:
     name, config = f"random:{shape}", SHAPES[shape]
-    needed, free = _count(config) * dtype.itemsize, psutil.virtual_memory().available
+    needed, free = parameters(config) * dtype.itemsize, psutil.virtual_memory().available
     if device.type == "cpu" and needed > free:  # the kernel would end the process without a word
         raise ModelError(
             f"'{name}' takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {free / 1e9:.1f} GB of "

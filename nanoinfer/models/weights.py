@@ -8,23 +8,24 @@ they are opened: they are never loaded.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoinfer.configs.config import ModelConfig
+from nanoinfer.configs.config import ModelConfig, check_runnable
 from nanoinfer.errors import ModelError
 from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
-from nanoinfer.models.model import build
+from nanoinfer.models.llama import MLP, Llama
+from nanoinfer.models.moe import MixtureOfExperts
+from nanoinfer.store import read_json
 
 State = dict[str, Tensor]
 
@@ -42,12 +43,24 @@ HEAD = "lm_head.weight"
 # --- models -------------------------------------------------------------------
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def build(config: ModelConfig) -> GPT2 | Llama:
+    """An uninitialised model of this shape. Under ``torch.device("meta")`` it costs no memory.
+
+    Raises :class:`ModelError` for a shape that can be counted but not run.
+    """
+    check_runnable(config)
+    if config.family == "gpt2":
+        return GPT2(config)
+    return Llama(config, MLP if config.moe is None else MixtureOfExperts)
+
+
+@lru_cache(maxsize=8)
+def expected_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Every parameter of a model of this shape: name to shape. Raises :class:`ModelError` if there can be none."""
     try:
         with torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in build(config).state_dict().items()}
-    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # torch says it in as many ways
+            return MappingProxyType({name: tuple(p.shape) for name, p in build(config).state_dict().items()})
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # torch has all of these for it
         reason = str(error).splitlines()[0]
         raise ModelError(f"no model can have this shape ({reason}); is its config or header damaged?") from None
 
@@ -94,27 +107,17 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Name to entry of every tensor in a safetensors file.
-
-    Raises :class:`ModelError` naming the file, and the tensor that a cut-off file misses.
-    """
-    again = "fetch or copy the file again"
+    """Name to entry of every tensor in a safetensors file. Raises :class:`ModelError` naming a file that is damaged."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= size - 8:
-                raise ModelError(f"{path}: not a safetensors file, or cut short within its header; {again}")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"][1]):
-            if (end := 8 + length + info["data_offsets"][1]) > size:
-                raise ModelError(f"{path}: cut short, tensor '{name}' ends at byte {end:,} of {size:,}; {again}")
-        return {name: Entry(path, name, info["dtype"], tuple(info["shape"])) for name, info in header.items()}
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); {again}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        raise ModelError(f"{path}: damaged safetensors header; {again}") from None
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            return {name: Entry(path, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path}: damaged, cut short or not readable ({error}); fetch or copy the file again")
 
 
 def read_tensors(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
@@ -126,7 +129,7 @@ def read_tensors(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
                     if entry.file == path:
                         yield name, file.get_tensor(entry.key)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: cannot be read ({error}); fetch or copy the file again") from None
+            raise _unreadable(path, error) from None
 
 
 def find_files(folder: Path) -> dict[str, Entry]:
@@ -151,24 +154,22 @@ def find_files(folder: Path) -> dict[str, Entry]:
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
-    try:
-        weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-        shards = dict.fromkeys(weight_map.values())
-        if any(Path(name).name != name for name in shards):
-            raise ValueError("a shard lies outside the folder")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index}: damaged index ({error}); fetch or copy the file again") from None
+    weight_map = read_json(index, ModelError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+    ):
+        raise ModelError(f"{index}: damaged, or with a shard outside of the folder; fetch or copy the file again")
     entries: dict[str, Entry] = {}
-    for shard in shards:
-        wanted = [name for name, place in weight_map.items() if place == shard]
+    for shard in dict.fromkeys(weight_map.values()):
+        names = [name for name, file in weight_map.items() if file == shard]
         if not (folder / shard).is_file():
-            raise ModelError(f"{folder / shard}: missing (tensor '{wanted[0]}' is in it); fetch or copy the file")
-        found = read_header(folder / shard)
-        if lost := [name for name in wanted if name not in found]:
+            raise ModelError(f"{folder / shard}: missing (tensor '{names[0]}' is in it); fetch or copy the file")
+        header = read_header(folder / shard)
+        if lost := [name for name in names if name not in header]:
             raise ModelError(
                 f"{folder / shard}: tensor '{lost[0]}' is missing, the index says it is here; fetch it again"
             )
-        entries |= {name: found[name] for name in wanted}
+        entries |= {name: header[name] for name in names}
     return entries
 
 

@@ -20,8 +20,8 @@ from nanoinfer.errors import ModelError
 from nanoinfer.models import fetch
 from nanoinfer.models.llama import inverse_frequencies
 from nanoinfer.models.lookup import config_of, config_of_file
-from nanoinfer.models.model import build
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.models.weights import build
 
 LLAMA = {
     "model_type": "llama",

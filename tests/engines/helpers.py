@@ -19,8 +19,8 @@ from nanoinfer.engines.async_engine import Front
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
-from nanoinfer.models.model import build
 from nanoinfer.models.registry import LoadedModel
+from nanoinfer.models.weights import build
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.text.tokenizer import Tokenizer
 

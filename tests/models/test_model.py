@@ -12,7 +12,7 @@ from nanoinfer.configs.config import ModelConfig, RopeScaling
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.errors import RequestError
 from nanoinfer.models.attention import attend, causal_mask
-from nanoinfer.models.model import build
+from nanoinfer.models.weights import build
 
 GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 32, 8)
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16), tied=False)

@@ -22,10 +22,10 @@ from nanoinfer.errors import DeviceError, ModelError
 from nanoinfer.models import registry
 from nanoinfer.models.gguf_file import GGUFFile
 from nanoinfer.models.llama import MLP
-from nanoinfer.models.model import build
 from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.reference import hf_config, to_transformers
 from nanoinfer.models.registry import load_model
+from nanoinfer.models.weights import build
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.compile import compile_layers
 from nanoinfer.optimize.cpu_kernel import DecodeKernel

@@ -19,7 +19,6 @@ from nanoinfer.models.weights import (
     find_files,
     load_folder,
     random_state,
-    read_header,
 )
 
 CPU = torch.device("cpu")
@@ -154,7 +153,7 @@ def test_shards_that_are_not_whole(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors: missing \(tensor 'model\..+' is in it\)"):
         load_folder(folder, LLAMA, torch.float32)
     index.write_text('{"weight_map": {"a": "../../elsewhere.safetensors"}}', encoding="utf-8")
-    with pytest.raises(ModelError, match="damaged index"):
+    with pytest.raises(ModelError, match=r"index\.json: damaged"):
         load_folder(folder, LLAMA, torch.float32)
     index.unlink()
     with pytest.raises(ModelError, match=r"no 'model\.safetensors\.index\.json'"):
@@ -169,16 +168,11 @@ def test_dtype_and_memory_mapping(tmp_path: Path) -> None:
     assert assemble(LLAMA, mapped, CPU).state_dict()["norm.weight"].data_ptr() == mapped["norm.weight"].data_ptr()
 
 
-def test_cut_short_names_the_tensor(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, llama_tensors(None)) / "model.safetensors"
     whole = path.read_bytes()
-    last = max(
-        json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]).items(), key=lambda i: i[1]["data_offsets"]
-    )
-    path.write_bytes(whole[:-1])
-    with pytest.raises(ModelError, match=rf"model\.safetensors: cut short, tensor '{last[0]}' ends at byte"):
-        load_folder(tmp_path, LLAMA, torch.float32)
     for damaged in (
+        whole[:-1],
         b"",
         whole[:4],
         whole[:40],
@@ -187,8 +181,8 @@ def test_cut_short_names_the_tensor(tmp_path: Path) -> None:
         b"\x08" + b"\0" * 7 + b'{"a": 1}',
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ModelError, match=r"model\.safetensors: .*again"):
-            read_header(path)
+        with pytest.raises(ModelError, match=r"model\.safetensors: damaged, cut short .*again"):
+            load_folder(tmp_path, LLAMA, torch.float32)
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
@@ -224,10 +218,10 @@ def test_a_shape_that_no_model_can_have(change: dict[str, int]) -> None:
 def test_nested_without_end(tmp_path: Path) -> None:
     header = b'{"a":' + b"[" * 200_000
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ModelError, match="damaged safetensors header"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: damaged"):
         find_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[" * 200_000)
-    with pytest.raises(ModelError, match="damaged index"):
+    with pytest.raises(ModelError, match=r"index\.json: damaged"):
         find_files(tmp_path)
 
 

@@ -20,7 +20,7 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.models.model import build
+from nanoinfer.models.weights import build
 from nanoinfer.optimize import cpu_kernel as kernel
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 

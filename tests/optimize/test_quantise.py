@@ -15,8 +15,8 @@ from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
-from nanoinfer.models.model import build
 from nanoinfer.models.registry import load_model
+from nanoinfer.models.weights import build
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.formats import (
     fit_int4_groups,

@@ -17,7 +17,8 @@ from nanoinfer.configs.catalog import MODELS
 from nanoinfer.configs.config import SHAPES, ModelConfig, SlidingWindow, every
 from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, RequestError
-from nanoinfer.models.model import build, n_parameters
+from nanoinfer.models.model import n_parameters
+from nanoinfer.models.weights import build
 from nanoinfer.theory import arithmetic as a
 
 GPT2 = [

@@ -13,8 +13,8 @@ from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.memory import MemoryMeter
-from nanoinfer.models.model import build
 from nanoinfer.models.registry import load_model
+from nanoinfer.models.weights import build
 from nanoinfer.theory import arithmetic
 from nanoinfer.theory.capacity import fit, where_bytes_go
 
