@@ -29,7 +29,7 @@ from nanoinfer.theory.communication import Traffic
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanoinfer.parallel.collectives import Wire
+    from nanoinfer.parallel.collectives import Communicator
 
 #: Bytes of the messages that are timed: from a number to what a prompt of some thousand tokens sends.
 SIZES: Final = (64, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
@@ -162,24 +162,24 @@ def _disturbed(answers: list[dict[str, Any]]) -> float:
     return max(0.0, float(others / answers[0]["wall"]))
 
 
-def time_calls(wire: Wire, rounds: int) -> dict[str, Any]:
+def time_calls(comm: Communicator, rounds: int) -> dict[str, Any]:
     """What each rank runs: every kind and size once a round, each after an untimed call."""
     import psutil
     import torch
     import torch.distributed as dist
 
-    device = "cuda" if dist.get_backend(wire.group) == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(comm.group) == "nccl" else "cpu"
     messages = [torch.zeros(size // 4, device=device) for size in SIZES]
-    items = [(kind, *call) for x in messages for kind, call in _calls(wire, x).items()]
+    items = [(kind, *call) for x in messages for kind, call in _calls(comm, x).items()]
     samples: list[list[float]] = [[] for _ in items]
     sent = [0.0] * len(items)
     start, own, busy = now(), time.process_time(), sum(psutil.cpu_times()[:3])
     for _ in range(rounds):
         for i, (_, call, hops) in enumerate(items):
             call()
-            logged = len(wire.log)
+            logged = len(comm.log)
             samples[i].append(timed(call, device)[1] / hops)
-            sent[i] = sum(entry.sent for entry in wire.log[logged:])
+            sent[i] = sum(entry.sent for entry in comm.log[logged:])
     calls: dict[str, list[tuple[float, list[float]]]] = {}
     for i, (kind, _, _) in enumerate(items):
         calls.setdefault(kind, []).append((sent[i], samples[i]))
@@ -188,32 +188,32 @@ def time_calls(wire: Wire, rounds: int) -> dict[str, Any]:
     return {"calls": calls, "wall": wall, "own": time.process_time() - own, "busy": used}
 
 
-def _calls(wire: Wire, x: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
+def _calls(comm: Communicator, x: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
     """By kind: a call with the message ``x``, and how many of its hops wait for each other.
 
     A send returns before its message has arrived, so messages go once round, through every rank.
     """
-    n, rank, y = wire.size, wire.rank, x.clone()
+    n, rank, y = comm.size, comm.rank, x.clone()
     previous, following = (rank - 1) % n, (rank + 1) % n
     parts = list(x.new_zeros(n, -(-x.numel() // n)).unbind())
     received = [part.clone() for part in parts]
 
     def round_trip() -> None:
         if rank == 0:
-            wire.send(x, following)
-        wire.receive(y, previous)
+            comm.send(x, following)
+        comm.receive(y, previous)
         if rank > 0:
-            wire.send(y, following)
+            comm.send(y, following)
 
     def broadcast_from_each() -> None:
         for root in range(n):
-            wire.broadcast(x, root)
+            comm.broadcast(x, root)
 
     return {
-        "all-reduce": (lambda: wire.all_reduce(x), 1),
-        "all-gather": (lambda: wire.all_gather(x), 1),
-        "all-to-all": (lambda: wire.all_to_all(parts, received), 1),
-        "exchange": (lambda: wire.exchange(x, following, previous), 1),
+        "all-reduce": (lambda: comm.all_reduce(x), 1),
+        "all-gather": (lambda: comm.all_gather(x), 1),
+        "all-to-all": (lambda: comm.all_to_all(parts, received), 1),
+        "exchange": (lambda: comm.exchange(x, following, previous), 1),
         "send": (round_trip, n),
         "broadcast": (broadcast_from_each, n),
     }

@@ -1,14 +1,21 @@
-"""Context parallel: a long prompt is cut along its tokens, and each rank has the keys and values of its part.
+"""Context parallel: a long prompt is cut along its tokens, and each rank holds the keys and values of its part.
 
-Prefill is what gets quicker: every rank computes its share of the tokens, and their keys and values go round a ring.
-A decode step has one token a row, which no cut along the tokens makes smaller: all ranks compute it, each looks at the
-keys that it has, and what they find is merged. So the cache, which is spread over the ranks, can be as many times as
-long, while the weights are on each of them whole.
+Prefill gets faster: every rank computes its tokens, while keys and values go round a ring of ranks (Liu et al., "Ring
+Attention", 2023). A softmax over all keys follows from those over parts of them, if each comes with its log-sum-exp. A
+rank holds two chunks of the prompt, one from either end (zigzag), since under a causal mask the first rank would
+otherwise have next to no work and the last one twice the average.
+
+A decode step has one token a row, which cannot be cut: all ranks compute it, each attends to the keys that it holds,
+and the results are merged. So the cache can be n times as long, while every rank has all weights.
 """
 
 from __future__ import annotations
 
+import math
+from functools import reduce
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
@@ -16,43 +23,143 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.request import Request
 from nanoinfer.engines.static import Forward
 from nanoinfer.errors import RequestError
+from nanoinfer.models.attention import causal_mask
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.rank_engine import RankEngine
-from nanoinfer.parallel.ring_attention import attend_with_lse, held_by, merge_ranks, ring_attention
 from nanoinfer.theory.stages import evenly
 
+#: Attention over some of the keys: ``[B, n_q, T, d_h]`` and its log-sum-exp ``[B, n_q, T]``, both fp32.
+Partial = tuple[Tensor, Tensor]
 
-def places(tokens: int, rank: int, ranks: int) -> list[int]:
-    """Where in the prompt the tokens of a rank's two chunks stand."""
+
+def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Partial:
+    """Attention over these keys alone, with the log-sum-exp of its scores, so that it can be merged with others.
+
+    Args:
+        q: ``[B, n_q, T, d_h]``.
+        k, v: ``[B, n_kv, S, d_h]`` with ``n_q`` a multiple of ``n_kv``; ``S`` may be 0.
+        mask: ``[T, S]`` bool, true where a token may attend; None: everywhere.
+
+    Returns:
+        ``[B, n_q, T, d_h]`` and ``[B, n_q, T]`` in fp32. A token that sees none of the keys has 0 and ``-inf``.
+    """
+    batch, n_q, n_new, d_head = q.shape
+    n_kv, n_keys = k.shape[1], k.shape[2]
+    group = n_q // n_kv
+    # Grouped queries share one product with their keys, which are not copied.
+    scores = (q.reshape(batch, n_kv, group * n_new, d_head) @ k.transpose(2, 3)).float() * d_head**-0.5
+    if mask is not None:
+        scores.view(batch, n_kv, group, n_new, n_keys).masked_fill_(~mask, -math.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - _finite(lse)).exp().to(v.dtype)
+    return (weights @ v).float().view(q.shape), lse.view(batch, n_q, n_new)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the keys of both."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = torch.logaddexp(lse_a, lse_b)
+    share_a, share_b = ((part - _finite(lse)).exp()[..., None] for part in (lse_a, lse_b))
+    return share_a * out_a + share_b * out_b, lse
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A token that has seen nothing has a log-sum-exp of ``-inf``, and ``-inf - -inf`` would be NaN."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
+
+
+def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Which of the ``2 * ranks`` chunks of a prompt a rank holds: one from either end.
+
+    Longer chunks come first, so ranks hold at most ``ceil(tokens / ranks)`` tokens and differ by at most one.
+    """
+    return rank, 2 * ranks - 1 - rank
+
+
+def rank_positions(tokens: int, rank: int, ranks: int) -> list[int]:
+    """Positions in the prompt of the tokens of a rank's two chunks."""
     chunks = evenly(tokens, 2 * ranks)
-    return [place for chunk in held_by(rank, ranks) for place in chunks[chunk]]
+    return [position for chunk in zigzag_chunks(rank, ranks) for position in chunks[chunk]]
+
+
+def ring_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, tokens: int, overlap: bool = True) -> Tensor:
+    """Causal attention of a prompt's tokens, each rank holding two chunks of them.
+
+    Keys after a chunk of queries are skipped. ``n - 1`` times a rank passes on the keys and values that it holds,
+    ``2 * B * n_kv * ceil(tokens / n) * d_h`` numbers.
+
+    Args:
+        comm: to the other ranks.
+        q: ``[B, n_q, T, d_h]``, the queries of this rank's chunks, concatenated.
+        k, v: ``[B, n_kv, T, d_h]``, their keys and values.
+        tokens: in the whole prompt.
+        overlap: compute while the next keys are on their way, else wait for them.
+
+    Returns:
+        ``[B, T, n_q * d_h]``, of these queries over all keys.
+    """
+    rank, n = comm.rank, comm.size
+    after, before = (rank + 1) % n, (rank - 1) % n
+    lengths = [len(chunk) for chunk in evenly(tokens, 2 * n)]
+    own = zigzag_chunks(rank, n)
+    queries = torch.split(q, [lengths[i] for i in own], dim=2)
+    merged: dict[int, Partial] = {}
+
+    def attend_to(held: Tensor, chunks: tuple[int, int]) -> None:
+        start = 0
+        for j in chunks:
+            keys, values = held.narrow(3, start, lengths[j])
+            start += lengths[j]
+            for i, query in zip(own, queries, strict=True):
+                if j <= i:
+                    mask = causal_mask(lengths[i], lengths[i], q.device) if j == i else None
+                    part = attend_with_lse(query, keys, values, mask)
+                    merged[i] = merge(merged[i], part) if i in merged else part
+
+    # Ranks may differ by one token: messages are of one size, and the padding is not read.
+    held = F.pad(torch.stack((k, v)), (0, 0, 0, -(-tokens // n) - k.shape[2]))
+    for step in range(n):
+        is_last = step == n - 1
+        wait = comm.begin_exchange(held, after, before) if overlap and not is_last else None
+        attend_to(held, zigzag_chunks((rank - step) % n, n))
+        if not is_last:
+            held = comm.exchange(held, after, before) if wait is None else wait()
+    out = torch.cat([merged[i][0] for i in own], dim=2)
+    return out.to(q.dtype).transpose(1, 2).flatten(2)
+
+
+def merge_ranks(comm: Communicator, part: Partial) -> Partial:
+    """Attention over the keys of all ranks, on every rank, from each rank's own part."""
+    out, lse = part
+    gathered = comm.all_gather(torch.cat((out, lse[..., None]), dim=-1)[None], dim=0)  # [n, B, n_q, T, d_h + 1]
+    return reduce(merge, ((rank[..., :-1], rank[..., -1]) for rank in gathered))
 
 
 class RingCache:
-    """A :class:`~nanoinfer.models.attention.KVCache` of which each rank holds a part; the model need not know.
+    """A :class:`~nanoinfer.models.attention.KVCache` of which each rank holds a part.
 
-    The first forward pass is the prompt, of which each rank is given its :func:`places`. Those behind it have one
-    token a row, the same on all ranks, which take turns in keeping its keys and values.
+    The first forward pass is the prompt, each rank with the tokens of its :func:`rank_positions`. Later passes have one
+    token a row, the same on all ranks, which take turns in storing its keys and values.
 
     Args:
         config: of the whole model.
-        wire: to the other ranks.
+        comm: to the other ranks.
         rows: B, all of one length.
-        tokens: S, in each prompt.
-        room: how many tokens may follow.
+        tokens: in each prompt.
+        room: tokens that may follow.
         device, dtype: of this rank's keys and values.
-        overlap: as in :func:`~nanoinfer.parallel.ring_attention.ring_attention`.
+        overlap: see :func:`ring_attention`.
 
     Attributes:
         length: tokens a row that all ranks hold together.
-        own: this rank's part of them.
+        own: this rank's part.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        wire: Wire,
+        comm: Communicator,
         rows: int,
         tokens: int,
         room: int,
@@ -60,59 +167,55 @@ class RingCache:
         dtype: torch.dtype,
         overlap: bool = True,
     ) -> None:
-        self.wire, self.tokens, self.overlap, self.length = wire, tokens, overlap, 0
-        most = len(places(tokens, wire.rank, wire.size)) + -(-room // wire.size)
+        self.comm, self.tokens, self.overlap, self.length = comm, tokens, overlap, 0
+        most = len(rank_positions(tokens, comm.rank, comm.size)) + -(-room // comm.size)
         self.own = ContiguousCache(config, rows, most, device, dtype)
 
     @property
-    def keeps_next(self) -> bool:
-        """Whether it is this rank's turn to keep the next token."""
-        return (self.length - self.tokens) % self.wire.size == self.wire.rank
+    def stores_next(self) -> bool:
+        """Whether it is this rank's turn to store the next token."""
+        return (self.length - self.tokens) % self.comm.size == self.comm.rank
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Keep what is this rank's to keep; let ``q`` look at what all ranks hold."""
-        assert mask is None, "rows of one length have nothing to hide"
+        """Store this rank's keys and values; let ``q`` attend to those of all ranks."""
+        assert mask is None, "rows of one length need no mask"
         if self.length == 0:
-            return ring_attention(self.wire, q, *self.own.update(layer, k, v), self.tokens, self.overlap)
-        if self.keeps_next:
+            return ring_attention(self.comm, q, *self.own.update(layer, k, v), self.tokens, self.overlap)
+        if self.stores_next:
             keys, values = self.own.update(layer, k, v)
         else:
-            keys, values = (kept[layer, :, :, : self.own.length] for kept in (self.own.k, self.own.v))
-        out, _ = merge_ranks(self.wire, attend_with_lse(q, keys, values))
+            keys, values = (store[layer, :, :, : self.own.length] for store in (self.own.k, self.own.v))
+        out, _ = merge_ranks(self.comm, attend_with_lse(q, keys, values))
         return out.to(q.dtype).transpose(1, 2).flatten(2)
 
     def advance(self, n_tokens: int) -> None:
-        """Move the ends forward once every layer has been kept."""
+        """Move the ends forward after the last layer."""
         if self.length == 0:
             self.own.advance(n_tokens)
             self.length = self.tokens
         else:
-            self.own.advance(n_tokens if self.keeps_next else 0)
+            self.own.advance(n_tokens if self.stores_next else 0)
             self.length += n_tokens
 
 
 class ContextEngine(RankEngine):
     """The cached engine for long prompts over several ranks, each of which has the whole model.
 
-    Every rank is given the same prompts, which have to be of one length. Rank 0 chooses the tokens.
-
-    Args:
-        loaded: the model.
-        wire: to the other ranks.
-        overlap: let keys and values travel while others are computed with.
+    Every rank is given the same prompts, of one length; rank 0 chooses the tokens. ``overlap``: see
+    :func:`ring_attention`.
     """
 
     name = "context"
 
-    def __init__(self, loaded: LoadedModel, wire: Wire, overlap: bool = True) -> None:
-        super().__init__(loaded, wire, chooser=0)
+    def __init__(self, loaded: LoadedModel, comm: Communicator, overlap: bool = True) -> None:
+        super().__init__(loaded, comm, sampling_rank=0)
         self.overlap = overlap
 
     def start(self, requests: list[Request]) -> Forward:
         """Allocate this rank's part of the cache.
 
         Raises:
-            RequestError: prompts of unlike lengths, or shorter than there are ranks.
+            RequestError: prompts of different lengths, or shorter than there are ranks.
         """
         lengths = {len(r.prompt_ids) for r in requests}
         if len(lengths) > 1:
@@ -120,9 +223,9 @@ class ContextEngine(RankEngine):
                 f"the context engine needs prompts of one length, got {min(lengths)} to {max(lengths)} tokens; "
                 "give them one at a time, or take the cached engine"
             )
-        if min(lengths) < self.wire.size:
+        if min(lengths) < self.comm.size:
             raise RequestError(
-                f"context parallel: {min(lengths)} tokens cannot be spread over {self.wire.size} ranks; "
+                f"context parallel: {min(lengths)} tokens cannot be spread over {self.comm.size} ranks; "
                 "take fewer ranks, or the cached engine"
             )
         return ContextBatch(self, requests)
@@ -132,13 +235,13 @@ class ContextBatch:
     """The rows of one batch and this rank's part of their cache."""
 
     def __init__(self, engine: ContextEngine, requests: list[Request]) -> None:
-        self.model, self.wire, self.device = engine.model, engine.wire, engine.device
+        self.model, self.comm, self.device = engine.model, engine.comm, engine.device
         self.requests = requests
         self.rows = {request.index: row for row, request in enumerate(requests)}
         self.n_tokens = len(requests[0].prompt_ids)
-        room = max(r.limit for r in requests) - 1  # nothing follows the last one
+        room = max(r.limit for r in requests) - 1  # the last token is not fed again
         sizes = len(requests), self.n_tokens, room
-        self.cache = RingCache(engine.config, self.wire, *sizes, engine.device, engine.dtype, engine.overlap)
+        self.cache = RingCache(engine.config, self.comm, *sizes, engine.device, engine.dtype, engine.overlap)
 
     def __call__(self, running: list[Request]) -> Tensor:
         """Next-token logits ``[R, V]`` of the running requests, on every rank."""
@@ -146,16 +249,16 @@ class ContextBatch:
         return self.model.head(x)[[self.rows[r.index] for r in running], -1]
 
     def prefill(self) -> Tensor:
-        """All prompts at once; behind their last token, ``[B, 1, d]``, from the rank that has it."""
-        n = self.wire.size
-        every = [places(self.n_tokens, rank, n) for rank in range(n)]
-        positions = torch.tensor([every[self.wire.rank]], device=self.device)
+        """All prompts at once; the hidden states of their last token, ``[B, 1, d]``, from the rank that has it."""
+        n = self.comm.size
+        positions_of = [rank_positions(self.n_tokens, rank, n) for rank in range(n)]
+        positions = torch.tensor([positions_of[self.comm.rank]], device=self.device)
         prompts = torch.tensor([r.prompt_ids for r in self.requests], device=self.device)
         own = prompts[:, positions[0]]
         x = self.model.hidden(own, positions.expand_as(own), self.cache)
-        # Whoever has the last token has it last. The head is better worked out by all than its logits sent.
-        owner = next(rank for rank in range(n) if every[rank][-1] == self.n_tokens - 1)
-        return self.wire.broadcast(x[:, -1:].contiguous(), owner)
+        # All ranks compute the head: that takes less time than sending the logits.
+        owner = next(rank for rank in range(n) if positions_of[rank][-1] == self.n_tokens - 1)
+        return self.comm.broadcast(x[:, -1:].contiguous(), owner)
 
     def decode(self) -> Tensor:
         """The newest token of each row, on every rank; ``[B, 1, d]``. Rows that have ended repeat their last one."""

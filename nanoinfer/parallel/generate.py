@@ -1,7 +1,7 @@
-"""``nanoinfer generate --tp N`` and ``--pp N``: one reply by several ranks, the same as by one.
+"""``nanoinfer generate --tp N`` and ``--pp N``: one reply by several ranks, the same as by one process.
 
-Every rank loads the model, keeps its part of it and runs the same loop over the same prompt. Rank 0 prints the words as
-they come, to the standard output that all share; the figures are left to the caller.
+Every rank loads the model, keeps its part and runs the same loop over the same prompt. Rank 0 prints the text as it
+comes to the standard output that all share; the caller prints the figures.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from nanoinfer.parallel.launch import launch
 if TYPE_CHECKING:
     from nanoinfer.engines.engine import Engine
     from nanoinfer.models.registry import LoadedModel
-    from nanoinfer.parallel.collectives import Sent, Wire
+    from nanoinfer.parallel.collectives import CommRecord, Communicator
 
 T = TypeVar("T")
 SPLITS: Final = {"tp": "tensor parallel", "pp": "pipeline parallel"}
-#: Engines that run on a slice of a model as they do on the whole. (``auto`` tries what slices do not have.)
+#: Engines that run on a slice of a model; ``auto`` tries optimizations that slices do not have.
 ENGINES: Final = ("naive", "cached", "batched", "continuous", "speculative")
 LONGEST_S: Final = 24 * 3600.0
 
@@ -40,7 +40,7 @@ def generate(options: GenerateOptions, prints: bool = True) -> dict[str, Any]:
     writes the text to standard output as it comes.
 
     Raises:
-        RequestError: what cannot be split, or not so.
+        RequestError: what cannot be split, or not in this way.
         NanoinferError: as one process raises it.
     """
     split, ranks = _split(options)
@@ -61,15 +61,15 @@ def generate(options: GenerateOptions, prints: bool = True) -> dict[str, Any]:
 
 
 def figures_line(record: dict[str, Any]) -> str:
-    """The figures of a reply in one line, as one process has them, and what the ranks sent each other."""
-    line, told = summary_line(Trace(**record["trace"]), record["finish_reason"]), record["parallel"]
-    each = told["sent_bytes_per_token"]
+    """The figures of a reply in one line, as of one process, and how much the ranks sent."""
+    line, traffic = summary_line(Trace(**record["trace"]), record["finish_reason"]), record["parallel"]
+    each = traffic["sent_bytes_per_token"]
     sent = "" if each is None else f": {each / 1000:.1f} kB sent a token, by all together"
-    return f"{line} | {told['ranks']} ranks, {told['split']}{sent}"
+    return f"{line} | {traffic['ranks']} ranks, {traffic['split']}{sent}"
 
 
 def _split(options: GenerateOptions) -> tuple[str, int]:
-    """Which split over how many ranks."""
+    """The split and its number of ranks."""
     tp, pp, engine = options.tp, options.pp, options.engine
     check("--tp", tp, at_least=1)
     check("--pp", pp, at_least=1)
@@ -87,80 +87,82 @@ def _split(options: GenerateOptions) -> tuple[str, int]:
 # --- what each rank does ----------------------------------------------------------------
 
 
-def reply(wire: Wire, options: dict[str, Any], params: dict[str, Any], split: str, prints: bool) -> dict[str, Any]:
+def reply(
+    comm: Communicator, options: dict[str, Any], params: dict[str, Any], split: str, prints: bool
+) -> dict[str, Any]:
     """This rank's part: what it sent, and at rank 0 the record."""
     from nanoinfer.models.registry import load_model
     from nanoinfer.sampling.params import SamplingParams
 
-    asked, settings = GenerateOptions(**options), SamplingParams(**params)
-    prints = prints and wire.rank == 0
+    settings, sampling = GenerateOptions(**options), SamplingParams(**params)
+    prints = prints and comm.rank == 0
     if prints and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # any text must print, whatever the locale
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
 
     def make() -> Engine:
-        loaded = load_model(asked.model, device=asked.device, dtype=asked.dtype, seed=asked.seed or 0)
+        loaded = load_model(settings.model, device=settings.device, dtype=settings.dtype, seed=settings.seed or 0)
         if split == "pp":
             from nanoinfer.parallel.pipeline import PipelineEngine
 
-            return PipelineEngine(loaded, wire)
-        return _on_slice(loaded, wire, asked.engine, len(asked.prompt.encode()) + 2 + settings.max_tokens)
+            return PipelineEngine(loaded, comm)
+        return _on_slice(loaded, comm, settings.engine, len(settings.prompt.encode()) + 2 + sampling.max_tokens)
 
-    made = _in_turn(wire, make)
-    wire.log.clear()
-    generation = made.stream(asked.prompt, settings)
+    engine = _in_turn(comm, make)
+    comm.log.clear()
+    generation = engine.stream(settings.prompt, sampling)
     in_prompt = None
     for event in generation:
-        in_prompt = len(wire.log) if in_prompt is None else in_prompt
+        in_prompt = len(comm.log) if in_prompt is None else in_prompt
         if prints:
             print(event.text, end="", flush=True)
     if prints:
         print(flush=True)
-    phases = {"prompt": wire.log[:in_prompt], "tokens": wire.log[in_prompt:]}
+    phases = {"prompt": comm.log[:in_prompt], "tokens": comm.log[in_prompt:]}
     answer: dict[str, Any] = {"sent": {phase: sum(call.sent for call in calls) for phase, calls in phases.items()}}
-    if wire.rank == 0:
-        (done,) = generation.completions
-        answer["record"] = completion_record(made, done, settings)
+    if comm.rank == 0:
+        (completion,) = generation.completions
+        answer["record"] = completion_record(engine, completion, sampling)
         answer["calls"] = {phase: _by_kind(calls) for phase, calls in phases.items()}
     return answer
 
 
-def _on_slice(loaded: LoadedModel, wire: Wire, engine: str, most_tokens: int) -> Engine:
+def _on_slice(loaded: LoadedModel, comm: Communicator, engine: str, most_tokens: int) -> Engine:
     """An engine over this rank's slice of a model."""
     from nanoinfer.engines.load import load
     from nanoinfer.parallel.tensor import is_even, shard
 
     config, options = loaded.model.config, dict[str, Any]()
-    part = shard(loaded, wire, uneven=True)
-    if wire.rank == 0 and not is_even(config, wire.size):
+    part = shard(loaded, comm, uneven=True)
+    if comm.rank == 0 and not is_even(config, comm.size):
         heads = f"{config.n_heads} query heads and {config.n_kv_heads} KV heads"
-        say(f"nanoinfer: {wire.size} ranks share {heads} unevenly, and the largest share decides the speed")
-    if engine == "continuous":  # or it would take what memory is free at the moment, and ranks would differ
+        say(f"nanoinfer: {comm.size} ranks share {heads} unevenly, and the largest share decides the speed")
+    if engine == "continuous":  # else it would take what memory is free at the moment, and ranks would differ
         options["cache_tokens"] = min(most_tokens, config.context) + 8
     return load(part, engine, **options)
 
 
-def _in_turn(wire: Wire, make: Callable[[], T]) -> T:
-    """Made by one rank after the other, and parts of it let go: never is there more than one whole model.
+def _in_turn(comm: Communicator, make: Callable[[], T]) -> T:
+    """Each rank's ``make()``, one after the other, so that at most one whole model is in memory.
 
-    What has to be fetched or converted first is so once, by rank 0.
+    Rank 0 comes first and downloads or converts what is needed.
     """
     import torch.distributed as dist
 
     made: list[T] = []
-    for turn in range(wire.size):
-        if turn == wire.rank:
+    for turn in range(comm.size):
+        if turn == comm.rank:
             made.append(make())
-        dist.barrier(wire.group)
+        dist.barrier(comm.group)
     return made[0]
 
 
-def _by_kind(calls: Sequence[Sent]) -> dict[str, dict[str, float]]:
+def _by_kind(calls: Sequence[CommRecord]) -> dict[str, dict[str, float]]:
     """Calls, bytes sent and seconds, waiting included, of each kind."""
     kinds: dict[str, dict[str, float]] = {}
     for call in calls:
-        of = kinds.setdefault(call.kind, {"calls": 0, "sent_bytes": 0.0, "seconds": 0.0})
-        of["calls"] += 1
-        of["sent_bytes"] += call.sent
-        of["seconds"] += call.seconds
+        total = kinds.setdefault(call.kind, {"calls": 0, "sent_bytes": 0.0, "seconds": 0.0})
+        total["calls"] += 1
+        total["sent_bytes"] += call.sent
+        total["seconds"] += call.seconds
     return kinds

@@ -1,7 +1,7 @@
-"""Starts ranks: one process each, by torchrun, on this machine.
+"""Start ranks on this machine: one process each, by torchrun.
 
-A notebook cannot become several processes, so what the ranks do lives in the library: :func:`launch` names a function
-there, every rank calls it with its :class:`~.collectives.Wire`, and what they return comes back as data.
+A notebook cannot become several processes, so a rank's work is a function of the library. :func:`launch` names it,
+every rank calls it with its :class:`~.collectives.Communicator`, and the results come back as JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
@@ -28,7 +28,9 @@ from nanoinfer import errors
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.store import write_whole
 
-#: Ranks of one machine; more is a slip of the keyboard.
+if TYPE_CHECKING:
+    from nanoinfer.parallel.collectives import Communicator
+
 MOST_RANKS: Final = 64
 POLL_S: Final = 0.05
 
@@ -36,21 +38,21 @@ POLL_S: Final = 0.05
 def launch(
     task: str, ranks: int, options: dict[str, Any] | None = None, *, timeout_s: float = 600.0, device: str = "cpu"
 ) -> list[Any]:
-    """Call a function in every one of ``ranks`` processes; what they return, in the order of ranks.
+    """Call a function in each of ``ranks`` processes and return the results by rank.
 
-    They share this process's standard output. What rank 0 writes to ``sys.stderr`` comes out at this process's.
+    Ranks share this process's standard output. What rank 0 writes to ``sys.stderr`` appears on this process's.
 
     Args:
-        task: ``module:function`` of this library, called as ``function(wire, **options)``; it returns plain data.
+        task: ``module:function``, called as ``function(comm, **options)``; options and result must fit in JSON.
         ranks: 1 to 64. On CPUs they share the cores evenly; on GPUs each has its own.
-        options: plain data.
-        timeout_s: then every rank is stopped.
+        options: of the function.
+        timeout_s: after which every rank is stopped.
         device: ``cpu`` (gloo over the loopback interface) or ``cuda`` (NCCL).
 
     Raises:
         RequestError: a number of ranks outside those limits.
-        DeviceError: more ranks than GPUs, or ranks that took too long or died, with the last line they wrote.
-        NanoinferError: what a rank raised, as it raised it.
+        DeviceError: more ranks than GPUs; ranks that timed out or died, with the last line they wrote.
+        NanoinferError: what a rank raised.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise RequestError(f"ranks must be 1 to {MOST_RANKS}, got {ranks}")
@@ -65,16 +67,16 @@ def launch(
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         command += ["-m", "nanoinfer.parallel.launch", name]
-        with (folder / "stderr").open("w", encoding="utf-8") as log:
-            # Nothing is ever written to their standard input. It ends with this process, however that ends.
+        with (folder / "torchrun.log").open("w", encoding="utf-8") as log:
+            # Nothing is written to their standard input: it closes when this process ends, and ranks end with it.
             process = subprocess.Popen(
                 command, env=_environment(ranks), stdin=subprocess.PIPE, stderr=log, start_new_session=True
             )
         try:
-            code = _wait(process, folder / "words", timeout_s)
+            code = _wait(process, folder / "rank-0.log", timeout_s)
         finally:
             _stop(process)
-        return _answers(folder, ranks, code, timeout_s)
+        return collect_results(folder, ranks, code, timeout_s)
 
 
 def _check_gpus(ranks: int) -> None:
@@ -85,67 +87,90 @@ def _check_gpus(ranks: int) -> None:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """Of the ranks: loopback only, and as many threads each as there are cores for."""
-    loopback = next(
-        name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)
-    )
+    """Of the ranks: loopback only, and the cores divided evenly among them."""
+    interfaces = psutil.net_if_addrs().items()
+    loopback = next(name for name, addresses in interfaces if any(a.address == "127.0.0.1" for a in addresses))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks))
     ours = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": threads}
     return {**os.environ, **ours, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def _wait(process: subprocess.Popen[bytes], words: Path, timeout_s: float) -> int | None:
-    """Torchrun's exit code, or None when time is up. What rank 0 says meanwhile on standard error is said here."""
-    until = time.monotonic() + timeout_s
-    words.touch()
-    with words.open(encoding="utf-8", errors="replace") as said:
+def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> int | None:
+    """Torchrun's exit code, or None on time-out. Copies rank 0's standard error to this process's meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    log.touch()
+    with log.open(encoding="utf-8", errors="replace") as lines:
         while True:
             code = process.poll()
-            if text := said.read():
+            if text := lines.read():
                 print(text, end="", file=sys.stderr, flush=True)
-            if code is not None or time.monotonic() > until:
+            if code is not None or time.monotonic() > deadline:
                 return code
             time.sleep(POLL_S)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the ranks, which watch their standard input, and torchrun with them."""
+    """End torchrun and the ranks, which end when their standard input closes."""
     assert process.stdin is not None
     process.stdin.close()
-    for way in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, way)
+                os.killpg(process.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
 
 
-def _answers(folder: Path, ranks: int, code: int | None, timeout_s: float) -> list[Any]:
-    """What the ranks returned, or what went wrong first: whoever fails later does so because of that."""
-    log = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
+def collect_results(folder: Path, ranks: int, code: int | None, timeout_s: float) -> list[Any]:
+    """What the ranks left in ``folder``: their results, or the first error, since later ones follow from it.
+
+    ``code`` is torchrun's exit code, None after a time-out. Raises as :func:`launch`.
+    """
+    log = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace")
     if code and (killed := re.search(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)", log)):
         raise DeviceError(f"rank {killed[2]} was killed (signal {killed[1]}); was it out of memory?")
-    failed = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
-    for said in sorted(failed, key=lambda said: said["at"]):
-        if said["kind"] == "BrokenPipeError":  # whoever read our output has left
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
+    if failures:
+        first = min(failures, key=lambda failure: failure["at"])
+        if first["kind"] == "BrokenPipeError":  # the reader of our output has left
             raise BrokenPipeError
-        kind = getattr(errors, said["kind"], None)
-        raise kind(said["text"]) if kind else DeviceError(f"rank {said['rank']} died: {said['kind']}: {said['text']}")
+        text = f"rank {first['rank']} died: {first['kind']}: {first['text']}"
+        kind = getattr(errors, first["kind"], None)
+        raise kind(first["text"]) if kind else DeviceError(text)
     if code is None:
         raise DeviceError(f"the {ranks} ranks were stopped: they had not ended after {timeout_s:.0f} s")
     if code:
         lines = log.splitlines() or ["without a word"]
         raise DeviceError(f"the ranks died: torchrun ended with {code}: {lines[-1].strip()}")
-    return [json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return [json.loads((folder / f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-def _rank(folder: Path) -> None:
-    """What each process does."""
+# --- in each rank -----------------------------------------------------------------------
+
+
+def run_tasks(comm: Communicator, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A task made of several, one after the other: ``tasks`` has the options of each by ``module:function``.
+
+    The communicator's log is empty at the beginning of each.
+    """
+    results = {}
+    for task, options in tasks.items():
+        comm.log.clear()
+        results[task] = _call(task, comm, options)
+    return results
+
+
+def _call(task: str, comm: Communicator, options: Mapping[str, Any]) -> Any:
+    module, _, function = task.partition(":")
+    return getattr(importlib.import_module(module), function)(comm, **options)
+
+
+def _run_rank(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from nanoinfer.parallel.collectives import Wire
+    from nanoinfer.parallel.collectives import Communicator
 
     threading.Thread(target=_end_with_caller, daemon=True).start()
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
@@ -155,31 +180,30 @@ def _rank(folder: Path) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=order["timeout_s"]))
     rank = dist.get_rank()
     try:
-        module, _, function = order["task"].partition(":")
-        with _words(folder / "words") if rank == 0 else contextlib.nullcontext():
-            answer = getattr(importlib.import_module(module), function)(Wire(), **order["options"])
-        write_whole(folder / f"answer-{rank}.json", json.dumps(answer))
-        dist.barrier()  # nobody hangs up while another still listens
+        with _stderr_to(folder / "rank-0.log") if rank == 0 else contextlib.nullcontext():
+            result = _call(order["task"], Communicator(), order["options"])
+        write_whole(folder / f"result-{rank}.json", json.dumps(result))
+        dist.barrier()  # no rank closes its connections before all are done
     except Exception as error:
-        said = {"rank": rank, "kind": type(error).__name__, "text": str(error), "at": time.time()}
-        write_whole(folder / f"error-{rank}.json", json.dumps(said))
+        failure = {"rank": rank, "kind": type(error).__name__, "text": str(error), "at": time.time()}
+        write_whole(folder / f"error-{rank}.json", json.dumps(failure))
         raise
     finally:
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _words(path: Path) -> Iterator[None]:
-    """Python's standard error to a file that the caller reads along; torchrun's own has more than it wants to know."""
-    with path.open("a", buffering=1, encoding="utf-8") as words, contextlib.redirect_stderr(words):
+def _stderr_to(path: Path) -> Iterator[None]:
+    """``sys.stderr`` to a file that the caller copies: the process's own stderr has torchrun's messages too."""
+    with path.open("a", buffering=1, encoding="utf-8") as log, contextlib.redirect_stderr(log):
         yield
 
 
 def _end_with_caller() -> None:
-    """Leave as soon as whoever called :func:`launch` has left, and whatever this rank waits for."""
+    """Exit as soon as the process that called :func:`launch` has ended, whatever this rank waits for."""
     os.read(0, 1)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    _run_rank(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""One rank chooses the tokens, and the others are told: what every engine of several ranks has to see to.
+"""The base of engines over several ranks: one rank chooses the tokens and broadcasts them.
 
-Each rank keeps the requests and runs the same loop over them, so all must take the same tokens. Only one rank may have
-the logits, and a request without a seed rolls dice that no other rank has. So the ids are handed on: 8 bytes a row.
+Each rank runs the same loop over the same requests, so all must take the same tokens. But only one rank may have the
+logits, and requests without a seed draw differently on each. So ids are broadcast: 8 bytes a row.
 """
 
 from __future__ import annotations
@@ -13,33 +13,30 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.request import Request
 from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.collectives import Communicator
 
 
 class RankEngine(CachedEngine):
-    """A static batch worked on by all ranks together; every one of them is given the same prompts and settings.
+    """A static batch computed by all ranks together; every rank is given the same prompts and settings.
 
-    Args:
-        loaded: the model, or this rank's part of it.
-        wire: to the other ranks.
-        chooser: the rank that has the logits ``[R, V]`` of the running rows; of others' nothing is read.
+    ``loaded`` is the model, or this rank's part of it; ``sampling_rank`` has the logits of the running rows.
     """
 
-    def __init__(self, loaded: LoadedModel, wire: Wire, chooser: int) -> None:
+    def __init__(self, loaded: LoadedModel, comm: Communicator, sampling_rank: int) -> None:
         super().__init__(loaded)
-        self.wire, self.chooser = wire, chooser
+        self.comm, self.sampling_rank = comm, sampling_rank
 
     def refuse(self, request: Request) -> None:
-        """Refuse what only a rank that has the logits could give, and cropping, which moves all positions."""
+        """Refuse logprobs, which only one rank could give, and cropping, which moves all positions."""
         if request.params.logprobs is not None:
             raise RequestError(f"the {self.name} engine keeps no logprobs: one rank alone has the logits; use 'cached'")
         if request.params.on_full == "crop":
             raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
 
     def choose(self, logits: Tensor, running: list[Request]) -> list[int]:
-        """The chooser's tokens, on every rank: ``R`` int64 in one broadcast."""
-        if self.wire.rank == self.chooser:
+        """The sampling rank's tokens, on every rank: ``R`` int64 in one broadcast."""
+        if self.comm.rank == self.sampling_rank:
             ids = torch.tensor(super().choose(logits, running), device=self.device)
         else:
             ids = torch.empty(len(running), dtype=torch.int64, device=self.device)
-        return self.wire.broadcast(ids, self.chooser).tolist()
+        return self.comm.broadcast(ids, self.sampling_rank).tolist()

@@ -33,7 +33,7 @@ class Traffic:
     """Calls of one collective with messages of one size.
 
     Attributes:
-        kind: as :class:`nanoinfer.parallel.collectives.Sent` names it.
+        kind: as :class:`nanoinfer.parallel.collectives.CommRecord` names it.
         calls: how many.
         message: bytes of the tensor that one call hands over; of all parts, for ``all-to-all``.
         sent: bytes that leave one rank in all these calls together.

@@ -13,7 +13,7 @@ from nanoinfer.calibrate import links as calibrate
 from nanoinfer.calibrate.links import SIZES, LinkRates, Rate, fit_rate, measure_link, predicted
 from nanoinfer.errors import RequestError
 from nanoinfer.theory.communication import Traffic, all_gather, all_reduce
-from tests.parallel.together import answers
+from tests.parallel.rank_results import answers
 
 KINDS = {"all-reduce", "all-gather", "all-to-all", "exchange", "send", "broadcast"}
 

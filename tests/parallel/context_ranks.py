@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.context import ContextBatch, ContextEngine
-from nanoinfer.parallel.overlap import measure_overlap
+from nanoinfer.parallel.experiments import measure_overlap
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, compared, generated, log_of, refused
@@ -27,24 +27,24 @@ def prompts(length: int) -> list[list[int]]:
     return [[(17 * row + 31 * i + 7 * i * i) % 256 for i in range(length)] for row in range(ROWS)]
 
 
-def check(wire: Wire, eos: dict[str, list[int]]) -> dict[str, Any]:
+def check(comm: Communicator, eos: dict[str, list[int]]) -> dict[str, Any]:
     answer: dict[str, Any] = {"differences": {}, "tokens": {}, "log": {}, "kept": {}}
     for family, config in CONFIGS.items():
         loaded = tiny(config, eos[family])
-        engine = ContextEngine(loaded, wire)
+        engine = ContextEngine(loaded, comm)
         for length in LENGTHS:
             key = f"{family} {length}"
             answer["differences"][key] = [
-                compared(ContextEngine(loaded, wire, overlap), loaded, prompts(length), STEPS)
+                compared(ContextEngine(loaded, comm, overlap), loaded, prompts(length), STEPS)
                 for overlap in (True, False)
             ]
-            log_of(wire)
+            log_of(comm)
             requests = engine.admit(prompts(length), SamplingParams(max_tokens=STEPS, ignore_eos=True))
             batches: list[ContextBatch] = []
             engine.start = lambda r, e=engine, b=batches: b.append(ContextBatch(e, r)) or b[0]  # type: ignore
             list(engine.run(requests))
             del engine.start
-            answer["log"][key] = log_of(wire)
+            answer["log"][key] = log_of(comm)
             cache = batches[0].cache
             answer["kept"][key] = [cache.own.length, cache.own.capacity, cache.length]
         answer["tokens"][family] = [generated(engine, prompts(13), params) for params in (SETTINGS, ENDLESS)]
@@ -55,6 +55,6 @@ def check(wire: Wire, eos: dict[str, list[int]]) -> dict[str, Any]:
         refused(engine, prompts(5), logprobs=1),
         refused(engine, prompts(5), on_full="crop"),
     ]
-    log_of(wire)
-    answer["overlap"] = measure_overlap(wire, tokens=(12, 16), layers=1, repeats=2)
+    log_of(comm)
+    answer["overlap"] = measure_overlap(comm, tokens=(12, 16), layers=1, repeats=2)
     return answer

@@ -11,7 +11,7 @@ from nanoinfer.configs.config import SHAPES
 from nanoinfer.engines.load import load
 from nanoinfer.models.llama import Llama
 from nanoinfer.parallel import expert
-from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
 
@@ -47,40 +47,40 @@ def wanted(prompt: int) -> SamplingParams:
     return SamplingParams(max_tokens=3 + 2 * prompt)
 
 
-def check(wire: Wire) -> dict[str, Any]:
+def check(comm: Communicator) -> dict[str, Any]:
     """Logits, tokens of three engines with fewer prompts than ranks, and traffic of random routing."""
-    local = expert.shard(tiny(CONFIG), wire)
+    local = expert.shard(tiny(CONFIG), comm)
     model = local.model
     assert isinstance(model, Llama)
-    logits = passes(model, rows()[wire.rank :: wire.size])
-    expert.stand_by(model, wire)
+    logits = passes(model, rows()[comm.rank :: comm.size])
+    expert.serve_idle_rank(model, comm)
     record = {
         "logits": [one.tolist() for one in logits],
-        "sent": [[sent.kind, sent.message, sent.sent] for sent in wire.log],
-        "computed": [list(layer) for layer in expert.computed(model)],
+        "sent": [[sent.kind, sent.message, sent.sent] for sent in comm.log],
+        "computed": [list(layer) for layer in expert.rows_computed(model)],
         "held": len(model.get_submodule("layers.0.mlp.experts")),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     for engine in ("naive", "cached", "continuous"):
-        mine = range(3)[wire.rank :: wire.size]
+        mine = range(3)[comm.rank :: comm.size]
         options = {"token_budget": 5, "max_running": 4} if engine == "continuous" else {}  # prompts in chunks
         made = load(local, engine, **options)
         done = made.generate([prompts(3)[i] for i in mine], [wanted(i) for i in mine]) if mine else []
-        expert.stand_by(model, wire)
+        expert.serve_idle_rank(model, comm)
         record[engine] = {i: one.token_ids for i, one in zip(mine, done, strict=True)}
-    record["task"] = expert.generate(wire, "random:tiny-moe", prompts(3), {"max_tokens": 5}, seed=2)
-    record["uniform"] = uniform(wire)
+    record["task"] = expert.generate(comm, "random:tiny-moe", prompts(3), {"max_tokens": 5}, seed=2)
+    record["uniform"] = uniform(comm)
     return record
 
 
-def uniform(wire: Wire) -> list[float]:
+def uniform(comm: Communicator) -> list[float]:
     """Bytes that this rank sent with its tokens and with its answers, where any expert is as good as any other."""
-    layer = expert.SpreadExperts(tiny(CONFIG).model.get_submodule("layers.0.mlp"), wire)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(wire.rank)
+    layer = expert.ShardedExperts(tiny(CONFIG).model.get_submodule("layers.0.mlp"), comm)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(comm.rank)
     there = back = 0.0
     for _ in range(DRAWS):
         chosen = torch.rand(UNIFORM, layer.n_experts, generator=generator).topk(layer.top_k).indices
         counts = chosen.flatten().bincount(minlength=layer.n_experts)
         layer.compute(torch.zeros(UNIFORM * layer.top_k, CONFIG.d_model), counts)
-        there, back = there + wire.log[-2].sent, back + wire.log[-1].sent
+        there, back = there + comm.log[-2].sent, back + comm.log[-1].sent
     return [there / DRAWS, back / DRAWS]

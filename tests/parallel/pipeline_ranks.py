@@ -13,8 +13,8 @@ from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.model import n_parameters
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.bubble import measure_bubble
-from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.collectives import Communicator
+from nanoinfer.parallel.experiments import measure_bubble
 from nanoinfer.parallel.pipeline import PipelineEngine, StageBatch
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
@@ -67,10 +67,10 @@ def generated(engine: StaticEngine, prompts: list[list[int]], params: list[Sampl
     return [[c.token_ids, c.text, c.finish_reason] for c in engine.generate(prompts, params)]
 
 
-def log_of(wire: Wire) -> list[tuple[str, int, float]]:
+def log_of(comm: Communicator) -> list[tuple[str, int, float]]:
     """What was sent since the last call."""
-    log = [(sent.kind, sent.message, sent.sent) for sent in wire.log]
-    wire.log.clear()
+    log = [(sent.kind, sent.message, sent.sent) for sent in comm.log]
+    comm.log.clear()
     return log
 
 
@@ -82,24 +82,24 @@ def refused(engine: StaticEngine, prompts: list[list[int]], **params: Any) -> st
     return "nothing"
 
 
-def check(wire: Wire, eos: dict[str, list[int]]) -> dict[str, Any]:
+def check(comm: Communicator, eos: dict[str, list[int]]) -> dict[str, Any]:
     answer: dict[str, Any] = {"differences": {}, "tokens": {}, "log": {}, "bytes": {}, "parameters": {}}
     for family, config in CONFIGS.items():
         loaded = tiny(config, eos[family])
         for m in MICRO_BATCHES:
-            engine = PipelineEngine(loaded, wire, m)
+            engine = PipelineEngine(loaded, comm, m)
             key = f"{family} {m}"
             answer["differences"][key] = [compared(engine, loaded, prompts) for prompts in (RAGGED, EVEN)]
             answer["tokens"][key] = [generated(engine, RAGGED, params) for params in (SETTINGS, ENDLESS)]
-            log_of(wire)
+            log_of(comm)
             engine.generate(EVEN, SamplingParams(max_tokens=STEPS, ignore_eos=True))
-            answer["log"][key] = log_of(wire)
+            answer["log"][key] = log_of(comm)
         requests = engine.admit(EVEN, SamplingParams(max_tokens=STEPS))
         whole = CachedBatch(CachedEngine(loaded), requests).cache.nbytes
         answer["bytes"][family] = [StageBatch(engine, requests).cache.nbytes, whole]
         answer["parameters"][family] = [n_parameters(engine.model), n_parameters(loaded.model)]
     answer["unseeded"] = generated(engine, EVEN, [SamplingParams(max_tokens=20, temperature=2.0)] * 4)
-    answer["one row"] = generated(PipelineEngine(loaded, wire, 8), EVEN[:1], SETTINGS[:1])
+    answer["one row"] = generated(PipelineEngine(loaded, comm, 8), EVEN[:1], SETTINGS[:1])
     answer["refused"] = [refused(engine, EVEN, logprobs=1), refused(engine, EVEN, on_full="crop")]
-    answer["bubble"] = measure_bubble(wire, layers_per_stage=1, rows=4, tokens=4, micro_batches=(1, 4), repeats=2)
+    answer["bubble"] = measure_bubble(comm, layers_per_stage=1, rows=4, tokens=4, micro_batches=(1, 4), repeats=2)
     return answer

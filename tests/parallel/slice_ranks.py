@@ -1,4 +1,4 @@
-"""What ranks do for the tests of the wire, the ring, the link's rates and tensor parallel."""
+"""What ranks do for the tests of the comm, the ring, the link's rates and tensor parallel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.padding import left_pad
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.parallel.collectives import Wire
-from nanoinfer.parallel.ring import ring_all_reduce
+from nanoinfer.parallel.collectives import Communicator, ring_all_reduce
 from nanoinfer.parallel.tensor import shard
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
@@ -37,66 +36,66 @@ SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5, ignore
 RING_LENGTHS = (1, 3, 8, 1000, 40_000)
 
 
-def check(wire: Wire) -> dict[str, Any]:
+def check(comm: Communicator) -> dict[str, Any]:
     """One entry for each test file."""
-    found: dict[str, Any] = {"wire": collectives(wire), "ring": rings(wire), "link": time_calls(wire, 1)}
+    found: dict[str, Any] = {"comm": collectives(comm), "ring": rings(comm), "link": time_calls(comm, 1)}
     for name, config in SHAPES.items():
-        found[name] = sliced(tiny(config), wire)
-    if wire.size == 2:
-        found["uneven"] = sliced(tiny(UNEVEN), wire, uneven=True)
+        found[name] = sliced(tiny(config), comm)
+    if comm.size == 2:
+        found["uneven"] = sliced(tiny(UNEVEN), comm, uneven=True)
     return found
 
 
-def collectives(wire: Wire) -> dict[str, Any]:
+def collectives(comm: Communicator) -> dict[str, Any]:
     """What comes out of each, and what it notes."""
-    n, rank = wire.size, wire.rank
+    n, rank = comm.size, comm.rank
     before, behind = (rank - 1) % n, (rank + 1) % n
     x = torch.tensor([[rank, 10.0], [20.0, rank]])
     found: dict[str, Any] = {
-        "all-reduce": wire.all_reduce(x.clone()).tolist(),
-        "all-gather": wire.all_gather(x).tolist(),
-        "exchange": wire.exchange(x, behind, before).tolist(),
-        "broadcast": wire.broadcast(x.clone(), 1).tolist(),
+        "all-reduce": comm.all_reduce(x.clone()).tolist(),
+        "all-gather": comm.all_gather(x).tolist(),
+        "exchange": comm.exchange(x, behind, before).tolist(),
+        "broadcast": comm.broadcast(x.clone(), 1).tolist(),
     }
     # rank r has r + i numbers for rank i, so that all parts are of unlike lengths and one is empty
     parts = [torch.full((rank + i,), 10.0 * rank + i) for i in range(n)]
-    found["all-to-all"] = [t.tolist() for t in wire.all_to_all(parts, [torch.empty(i + rank) for i in range(n)])]
+    found["all-to-all"] = [t.tolist() for t in comm.all_to_all(parts, [torch.empty(i + rank) for i in range(n)])]
     if rank == 0:
-        wire.send(x, 1)
+        comm.send(x, 1)
     elif rank == 1:
-        found["receive"] = wire.receive(torch.empty(2, 2), 0).tolist()
-    found["log"] = [[call.kind, call.message, call.sent, call.seconds > 0] for call in wire.log]
-    wire.log.clear()
+        found["receive"] = comm.receive(torch.empty(2, 2), 0).tolist()
+    found["log"] = [[call.kind, call.message, call.sent, call.seconds > 0] for call in comm.log]
+    comm.log.clear()
     return found
 
 
-def rings(wire: Wire) -> dict[str, Any]:
+def rings(comm: Communicator) -> dict[str, Any]:
     """The all-reduce by hand beside PyTorch's, and the bytes of its exchanges."""
     found = {}
     for length in RING_LENGTHS:
-        everybody = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(wire.size)]
-        x, total = everybody[wire.rank], sum(everybody)
-        sums = [wire.all_reduce(x.clone()), wire.all_gather(x).view(wire.size, -1).sum(0)]
-        wire.log.clear()
-        sums.append(ring_all_reduce(wire, x))
+        everybody = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
+        x, total = everybody[comm.rank], sum(everybody)
+        sums = [comm.all_reduce(x.clone()), comm.all_gather(x).view(comm.size, -1).sum(0)]
+        comm.log.clear()
+        sums.append(ring_all_reduce(comm, x))
         assert sums[-1] is x
         off = [(by - total).abs().max().item() for by in sums]
-        found[str(length)] = [off, {call.kind for call in wire.log} == {"exchange"}, sum(c.sent for c in wire.log)]
-        wire.log.clear()
+        found[str(length)] = [off, {call.kind for call in comm.log} == {"exchange"}, sum(c.sent for c in comm.log)]
+        comm.log.clear()
     return found
 
 
-def sliced(loaded: LoadedModel, wire: Wire, uneven: bool = False) -> dict[str, Any]:
+def sliced(loaded: LoadedModel, comm: Communicator, uneven: bool = False) -> dict[str, Any]:
     """A rank's slice, driven as the test drives the whole."""
     before = [p.clone() for p in loaded.model.parameters()]
-    part = shard(loaded, wire, uneven=uneven)
+    part = shard(loaded, comm, uneven=uneven)
     untouched = all(torch.equal(a, b) for a, b in zip(before, loaded.model.parameters(), strict=True))
     whole_memory = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
     kept = sum(p.nbytes for p in part.model.parameters() if p.untyped_storage().data_ptr() in whole_memory)
-    wire.log.clear()
+    comm.log.clear()
     config = part.model.config
     return {
-        **drive(part, wire),
+        **drive(part, comm),
         "config": [config.n_heads, config.n_kv_heads, config.d_ff],
         "untouched": untouched,
         "shared": kept,  # bytes of the whole that the slice keeps alive
@@ -105,9 +104,9 @@ def sliced(loaded: LoadedModel, wire: Wire, uneven: bool = False) -> dict[str, A
 
 
 @torch.inference_mode()
-def drive(loaded: LoadedModel, wire: Wire | None = None) -> dict[str, Any]:
+def drive(loaded: LoadedModel, comm: Communicator | None = None) -> dict[str, Any]:
     """Logits of a ragged batch's prefill and of decode steps, the calls of each, and what two engines say."""
-    model, log = loaded.model, [] if wire is None else wire.log
+    model, log = loaded.model, [] if comm is None else comm.log
     batch = left_pad(PROMPTS)
     longest = batch.ids.shape[1]
     cache = ContiguousCache(model.config, len(PROMPTS), longest + len(FED[0]), "cpu", torch.float32)

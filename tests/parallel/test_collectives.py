@@ -1,4 +1,4 @@
-"""Each collective brings what it should, and notes what it sent."""
+"""Each collective returns what it should and logs what it sent; the all-reduce written out as a ring does too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.together import answers
+from tests.parallel.rank_results import answers
+from tests.parallel.slice_ranks import RING_LENGTHS
 
 MESSAGE = 16  # bytes of a 2 x 2 tensor in float32
 
@@ -18,7 +19,7 @@ def x(rank: int) -> list[list[float]]:
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_comes_out(n: int) -> None:
     for rank, answer in enumerate(answers(n, "slice")):
-        found = answer["wire"]
+        found = answer["comm"]
         total = sum(range(n))
         assert found["all-reduce"] == [[total, 10.0 * n], [20.0 * n, total]]
         gathered = zip(*map(x, range(n)), strict=True)
@@ -26,7 +27,7 @@ def test_what_comes_out(n: int) -> None:
         assert found["exchange"] == x((rank - 1) % n)
         assert found["broadcast"] == x(1)
         assert found["all-to-all"] == [[10.0 * source + rank] * (source + rank) for source in range(n)]
-    assert answers(n, "slice")[1]["wire"]["receive"] == x(0)
+    assert answers(n, "slice")[1]["comm"]["receive"] == x(0)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -42,4 +43,17 @@ def test_what_is_noted(n: int) -> None:
             *([["send", MESSAGE, MESSAGE]] if rank == 0 else []),
             *([["receive", MESSAGE, 0]] if rank == 1 else []),
         ]
-        assert answer["wire"]["log"] == [[*call, True] for call in expected]
+        assert answer["comm"]["log"] == [[*call, True] for call in expected]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("length", RING_LENGTHS)
+def test_the_ring_all_reduce_gives_the_sum_and_sends_its_bytes(n: int, length: int) -> None:
+    for answer in answers(n, "slice"):
+        off, only_exchanges, sent = answer["ring"][str(length)]
+        assert len(off) == 3 and max(off) < 2e-6  # PyTorch's, gathered and summed, and ours
+        assert only_exchanges
+        whole = 4 * n * -(-length // n)  # bytes, filled up to chunks of one length
+        assert sent == 2 * (n - 1) / n * whole
+        if length % n == 0:
+            assert sent == 2 * (n - 1) / n * 4 * length

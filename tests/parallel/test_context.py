@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.models.attention import attend
-from nanoinfer.parallel.bubble import SHAPE
-from nanoinfer.parallel.context import places
-from nanoinfer.parallel.ring_attention import attend_with_lse, held_by, merge
+from nanoinfer.parallel.context import attend_with_lse, merge, rank_positions, zigzag_chunks
+from nanoinfer.parallel.experiments import SHAPE
 from nanoinfer.theory.communication import context_parallel, context_parallel_decode
 from nanoinfer.theory.stages import evenly
 from tests.engines.helpers import tiny
 from tests.examples import examples
 from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, STEPS, prompts
 from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, generated
-from tests.parallel.together import answers, context_ends
+from tests.parallel.rank_results import answers, context_ends
 
 KEYS = [(family, length) for family in CONFIGS for length in LENGTHS]
 
@@ -53,7 +52,7 @@ def test_every_rank_has_one_devices_tokens(ranks: list[dict[str, Any]], family: 
         assert rank["tokens"][family] == [alone, endless]
 
 
-def test_dice_without_a_seed_are_rolled_once_for_all(ranks: list[dict[str, Any]]) -> None:
+def test_without_a_seed_all_ranks_have_the_same_tokens(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["unseeded"] == ranks[0]["unseeded"] for rank in ranks)
     rows = [tuple(row) for row, _, _ in ranks[0]["unseeded"]]
     assert len(set(rows)) == len(rows)
@@ -68,7 +67,7 @@ def test_bytes_equal_the_formula(ranks: list[dict[str, Any]], family: str, lengt
     assert ring.message == 2 * ROWS * math.ceil(length / n) * config.n_kv_heads * config.d_head * 4
     assert gather.message == ROWS * config.n_heads * (config.d_head + 1) * 4
     assert (last.message, ids.message, ids_too) == (ROWS * config.d_model * 4, ROWS * 8, ids)
-    owner = next(rank for rank in range(n) if length - 1 in places(length, rank, n))
+    owner = next(rank for rank in range(n) if length - 1 in rank_positions(length, rank, n))
     for rank, answer in enumerate(ranks):
         log = answer["log"][f"{family} {length}"]
         assert Counter((kind, message) for kind, message, _ in log) == {
@@ -91,7 +90,7 @@ def test_ranks_share_the_cache_evenly(ranks: list[dict[str, Any]], family: str, 
     kept = [rank["kept"][f"{family} {length}"] for rank in ranks]
     assert {whole for _, _, whole in kept} == {length + STEPS - 1}  # the last token chosen is never fed
     assert sum(own for own, _, _ in kept) == length + STEPS - 1
-    taken = [own - len(places(length, rank, n)) for rank, (own, _, _) in enumerate(kept)]
+    taken = [own - len(rank_positions(length, rank, n)) for rank, (own, _, _) in enumerate(kept)]
     assert taken == [len(turns) for turns in evenly(STEPS - 1, n)]
     assert max(capacity for _, capacity, _ in kept) <= math.ceil(length / n) + math.ceil((STEPS - 1) / n)
 
@@ -163,14 +162,14 @@ def test_attention_with_its_log_sum_exp_is_attention() -> None:
 
 @pytest.mark.parametrize("tokens", [4, 5, 13, 16, 23])
 def test_every_token_has_one_rank_and_ranks_have_equal_work(tokens: int) -> None:
-    held = [places(tokens, rank, 4) for rank in range(4)]
+    held = [rank_positions(tokens, rank, 4) for rank in range(4)]
     assert sorted(place for part in held for place in part) == list(range(tokens))
     assert all(part == sorted(part) for part in held)
     assert max(map(len, held)) == math.ceil(tokens / 4)
     assert max(map(len, held)) - min(map(len, held)) <= 1
-    assert [held_by(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert [zigzag_chunks(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
 def test_causal_work_is_balanced() -> None:
-    work = [sum(place + 1 for place in places(64, rank, 4)) for rank in range(4)]
+    work = [sum(place + 1 for place in rank_positions(64, rank, 4)) for rank in range(4)]
     assert len(set(work)) == 1

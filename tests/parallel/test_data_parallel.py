@@ -10,7 +10,7 @@ from nanoinfer.engines.load import load
 from nanoinfer.errors import RequestError
 from nanoinfer.parallel.data_parallel import assign, in_order, tokens_per_second
 from nanoinfer.sampling.params import SamplingParams
-from tests.parallel import together
+from tests.parallel import rank_results
 
 
 def test_prompts_of_one_length_go_round_robin() -> None:
@@ -38,7 +38,7 @@ def test_every_prompt_goes_somewhere_and_nobody_waits_long(tokens: list[int], re
 
 def test_two_replicas_say_what_one_engine_says_in_the_order_of_the_prompts() -> None:
     task = "nanoinfer.parallel.data_parallel:generate"
-    answers, prompts = together.answers(2, task), together.OF_TWO[task]["prompts"]
+    answers, prompts = rank_results.answers(2, task), rank_results.OF_TWO[task]["prompts"]
     one = load("random:tiny-llama", "continuous", seed=3)
     done = one.generate(prompts, SamplingParams(max_tokens=6))
     assert in_order(answers) == [completion.token_ids for completion in done]

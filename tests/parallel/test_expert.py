@@ -15,18 +15,18 @@ from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.registry import load_model
 from nanoinfer.parallel import expert
 from nanoinfer.parallel.data_parallel import in_order
-from nanoinfer.parallel.expert import Loads
+from nanoinfer.parallel.expert import ExpertLoads
 from nanoinfer.theory.communication import expert_parallel
 from tests.engines.helpers import LLAMA, tiny
 from tests.parallel import expert_ranks as ranks
-from tests.parallel import together
+from tests.parallel import rank_results
 
 D, E, K, L = ranks.CONFIG.d_model, 8, 2, ranks.CONFIG.n_layers
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return together.answers(request.param, "expert")
+    return rank_results.answers(request.param, "expert")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_task_gives_the_tokens_of_one_device(answers: list[dict[str, Any]]) 
     alone = load(load_model("random:tiny-moe", seed=2))
     done = alone.generate(ranks.prompts(3), ranks.SamplingParams(max_tokens=5))
     assert in_order(tasks) == [one.token_ids for one in done]
-    loads = Loads.of([task["computed"] for task in tasks])
+    loads = ExpertLoads.from_ranks([task["computed"] for task in tasks])
     assert len(loads.imbalance) == L and all(1 <= x <= len(answers) for x in loads.imbalance)
     whole_prompts = sum(len(prompt) for prompt in ranks.prompts(3))
     assert all(sum(map(sum, layer)) >= K * whole_prompts for layer in loads.rows)
@@ -124,10 +124,10 @@ def test_the_task_gives_the_tokens_of_one_device(answers: list[dict[str, Any]]) 
 
 def test_imbalance_is_the_busiest_rank_over_the_mean() -> None:
     # One layer, two passes, two ranks of two experts: 6 + 0 rows, then 1 + 3 of which the second rank has 3.
-    loads = Loads.of([[[[2, 4], [1, 0]]], [[[0, 0], [3, 0]]]])
+    loads = ExpertLoads.from_ranks([[[[2, 4], [1, 0]]], [[[0, 0], [3, 0]]]])
     assert loads.rows == [[[6, 0], [1, 3]]]
     assert loads.imbalance == [(6 + 3) / (3 + 2)]
-    assert Loads([[[5, 5]]]).imbalance == [1.0]
+    assert ExpertLoads([[[5, 5]]]).imbalance == [1.0]
 
 
 def test_what_cannot_be_spread_is_refused() -> None:

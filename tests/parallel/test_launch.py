@@ -1,4 +1,4 @@
-"""Ranks start, fail and end, whatever happens to them or to who started them. (That they answer, other tests need.)"""
+"""Ranks start, fail and end, whatever happens to them or to their caller. (That they return, other tests need.)"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from nanoinfer.errors import DeviceError, ModelError, RequestError
-from nanoinfer.parallel.launch import _answers, launch
+from nanoinfer.parallel.launch import collect_results, launch
 
-TASKS = "tests.parallel.tasks"
+TASKS = "tests.parallel.launch_tasks"
 
 
 def test_a_rank_that_is_killed_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
@@ -26,32 +26,32 @@ def test_a_rank_that_is_killed_ends_all(capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_first_to_fail_is_heard(tmp_path: Path) -> None:
-    (tmp_path / "stderr").write_text("a traceback\nand its end\n")
+def test_the_first_failure_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.log").write_text("a traceback\nand its end\n")
 
     def fails(rank: int, kind: str, text: str, at: float) -> None:
-        said = {"rank": rank, "kind": kind, "text": text, "at": at}
-        (tmp_path / f"error-{rank}.json").write_text(json.dumps(said))
+        failure = {"rank": rank, "kind": kind, "text": text, "at": at}
+        (tmp_path / f"error-{rank}.json").write_text(json.dumps(failure))
 
     with pytest.raises(DeviceError, match="the ranks died: torchrun ended with 3: and its end"):
-        _answers(tmp_path, 2, 3, 9.0)
+        collect_results(tmp_path, 2, 3, 9.0)
     fails(0, "RuntimeError", "the other has left", 5.0)
     with pytest.raises(DeviceError, match="rank 0 died: RuntimeError: the other has left"):
-        _answers(tmp_path, 2, 1, 9.0)
+        collect_results(tmp_path, 2, 1, 9.0)
     fails(1, "ModelError", "no such model", 4.0)
     with pytest.raises(ModelError, match="no such model"):
-        _answers(tmp_path, 2, 1, 9.0)
+        collect_results(tmp_path, 2, 1, 9.0)
     fails(2, "BrokenPipeError", "", 3.0)
     with pytest.raises(BrokenPipeError):
-        _answers(tmp_path, 3, 1, 9.0)
+        collect_results(tmp_path, 3, 1, 9.0)
 
 
-def test_who_takes_too_long_is_stopped(tmp_path: Path) -> None:
+def test_ranks_that_take_too_long_are_stopped(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="the 1 ranks were stopped: they had not ended after 1 s"):
         launch(f"{TASKS}:wait", 1, {"folder": str(tmp_path)}, timeout_s=1)
 
 
-def test_ranks_end_with_who_started_them(tmp_path: Path) -> None:
+def test_ranks_end_with_their_caller(tmp_path: Path) -> None:
     code = f"from nanoinfer.parallel.launch import launch; launch('{TASKS}:wait', 2, {{'folder': {str(tmp_path)!r}}})"
     with subprocess.Popen([sys.executable, "-c", code]) as caller:
         _until(lambda: len(list(tmp_path.iterdir())) == 2)

@@ -9,14 +9,14 @@ import pytest
 
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import RequestError
-from nanoinfer.parallel.bubble import idle, measure_bubble
+from nanoinfer.parallel.experiments import idle_shares, measure_bubble
 from nanoinfer.parallel.pipeline import PipelineEngine, cut
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.communication import Traffic, bubble, pipeline_parallel
 from nanoinfer.theory.stages import stage_weight_bytes, stages
 from tests.engines.helpers import tiny
 from tests.parallel.pipeline_ranks import CONFIGS, ENDLESS, EVEN, MICRO_BATCHES, RAGGED, SETTINGS, STEPS, generated
-from tests.parallel.together import answers, pipeline_ends
+from tests.parallel.rank_results import answers, pipeline_ends
 
 KEYS = [(family, m) for family in CONFIGS for m in MICRO_BATCHES]
 
@@ -48,7 +48,7 @@ def test_every_rank_has_one_devices_tokens(ranks: list[dict[str, Any]], family: 
         assert rank["tokens"][f"{family} {m}"] == [alone, endless]
 
 
-def test_dice_without_a_seed_are_rolled_once_for_all(ranks: list[dict[str, Any]]) -> None:
+def test_without_a_seed_all_ranks_have_the_same_tokens(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["unseeded"] == ranks[0]["unseeded"] for rank in ranks)
     rows = [tuple(row) for row, _, _ in ranks[0]["unseeded"]]
     assert len(set(rows)) == len(rows)
@@ -115,7 +115,7 @@ def test_the_bubble_is_measured_on_every_stage(ranks: list[dict[str, Any]]) -> N
         for one in rank["bubble"]:
             assert len(one["busy_s"]) == len(one["wall_s"]) == 2
             assert all(0 < busy < wall for busy, wall in zip(one["busy_s"], one["wall_s"], strict=True))
-    assert [one.predicted for one in idle([rank["bubble"] for rank in ranks])] == [
+    assert [one.predicted for one in idle_shares([rank["bubble"] for rank in ranks])] == [
         bubble(len(ranks), 1),
         bubble(len(ranks), 4),
     ]
@@ -127,10 +127,10 @@ def test_the_bubble_is_measured_on_every_stage(ranks: list[dict[str, Any]]) -> N
 def test_idle_is_the_mean_over_stages_and_the_median_over_passes() -> None:
     first = [{"micro_batches": 2, "busy_s": [1.0, 2.0, 1.0], "wall_s": [4.0, 4.0, 2.0]}]
     second = [{"micro_batches": 2, "busy_s": [3.0, 2.0, 1.0], "wall_s": [4.0, 4.0, 2.0]}]
-    (one,) = idle([first, second])
+    (one,) = idle_shares([first, second])
     assert (one.micro_batches, one.measured, one.low, one.high) == (2, 0.5, 0.5, 0.5)
     assert one.predicted == pytest.approx(1 / 3)
-    (one,) = idle([[{"micro_batches": 1, "busy_s": [1.0, 2.0, 3.0], "wall_s": [4.0, 4.0, 4.0]}]])
+    (one,) = idle_shares([[{"micro_batches": 1, "busy_s": [1.0, 2.0, 3.0], "wall_s": [4.0, 4.0, 4.0]}]])
     assert (one.measured, one.low, one.high) == (0.5, 0.25, 0.75)
 
 

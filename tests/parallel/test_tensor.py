@@ -1,4 +1,4 @@
-"""A model in slices says what it says whole, and its ranks tell each other what the formula says."""
+"""A sliced model computes what the whole one computes, and its ranks send the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from nanoinfer.configs.config import SHAPES as NAMED
 from nanoinfer.errors import RequestError
-from nanoinfer.parallel.tensor import Share, is_even, share
+from nanoinfer.parallel.tensor import ShardSpec, is_even, shard_spec
 from nanoinfer.theory.communication import Traffic, all_gather, all_reduce, tensor_parallel
 from tests.engines.helpers import tiny
+from tests.parallel.rank_results import answers
 from tests.parallel.slice_ranks import PROMPTS, SHAPES, UNEVEN, drive
-from tests.parallel.together import answers
 
 CASES = [(2, name) for name in [*SHAPES, "uneven"]] + [(4, name) for name in SHAPES]
 
@@ -75,7 +75,7 @@ def test_a_slice_is_what_its_rank_needs(n: int, name: str) -> None:
     once += [p for key, p in model.named_parameters() if key.endswith("c_proj.bias")]  # added to the whole sum
     whole = sum(p.nbytes for p in once)
     for rank, answer in enumerate(answers(n, "slice")):
-        found, mine = answer[name], share(config, n, rank, uneven=name == "uneven")
+        found, mine = answer[name], shard_spec(config, n, rank, uneven=name == "uneven")
         assert found["untouched"]
         assert found["shared"] == whole  # and nothing of what was cut
         assert found["config"] == [len(mine.heads), len(mine.kv_heads), len(mine.middle)]
@@ -86,34 +86,36 @@ def test_a_slice_is_what_its_rank_needs(n: int, name: str) -> None:
         assert sum(answer[name]["bytes"] for answer in answers(n, "slice")) == total + (n - 1) * whole + padding
 
 
-# --- who gets what ----------------------------------------------------------------------
+# --- slices ----------------------------------------------------------------------
 
 
-def test_shares() -> None:
+def test_slices() -> None:
     smol = NAMED["smollm2-135m"]
-    assert share(smol, 3, 1) == Share(range(3, 6), range(1, 2), range(512, 1024), range(16_384, 32_768))
-    assert share(smol, 2, 0, uneven=True) == Share(range(6), range(2), range(768), range(24_576))
-    assert share(smol, 2, 1, uneven=True) == Share(range(6, 9), range(2, 3), range(768, 1536), range(24_576, 49_152))
+    assert shard_spec(smol, 3, 1) == ShardSpec(range(3, 6), range(1, 2), range(512, 1024), range(16_384, 32_768))
+    assert shard_spec(smol, 2, 0, uneven=True) == ShardSpec(range(6), range(2), range(768), range(24_576))
+    assert shard_spec(smol, 2, 1, uneven=True) == ShardSpec(
+        range(6, 9), range(2, 3), range(768, 1536), range(24_576, 49_152)
+    )
     # two KV heads for four ranks: each is on two of them, with half of the queries that look at it
     grouped = SHAPES["grouped, tied"]
-    parts = [share(grouped, 4, rank) for rank in range(4)]
+    parts = [shard_spec(grouped, 4, rank) for rank in range(4)]
     assert [part.kv_heads for part in parts] == [range(1), range(1), range(1, 2), range(1, 2)]
     assert [part.heads for part in parts] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert parts[3].vocabulary == range(78, 104)  # three rows beyond the end
 
 
-def test_what_cannot_be_shared() -> None:
+def test_what_cannot_be_divided() -> None:
     smol, xl = NAMED["smollm2-135m"], NAMED["gpt2-xl"]
     assert not is_even(smol, 2) and is_even(smol, 3) and not is_even(UNEVEN, 2)
     with pytest.raises(RequestError, match=r"tp 2 does not divide 9 query heads and 3 KV heads evenly; .* 1, 3, 9"):
-        share(smol, 2, 0)
+        shard_spec(smol, 2, 0)
     with pytest.raises(RequestError, match="tp 6 does not divide 9 query heads"):
-        share(smol, 6, 0, uneven=True)  # there is no half of a KV head
+        shard_spec(smol, 6, 0, uneven=True)  # there is no half of a KV head
     with pytest.raises(RequestError, match="tp 2 does not divide 25 query heads"):
-        share(xl, 2, 0)
+        shard_spec(xl, 2, 0)
     with pytest.raises(RequestError, match="d_ff of 51 evenly"):
-        share(UNEVEN, 9, 0)
+        shard_spec(UNEVEN, 9, 0)
     with pytest.raises(RequestError, match="tp must be at least 1"):
-        share(smol, 0, 0)
+        shard_spec(smol, 0, 0)
     with pytest.raises(RequestError, match="does not cut experts"):
-        share(NAMED["tiny-moe"], 2, 0)
+        shard_spec(NAMED["tiny-moe"], 2, 0)

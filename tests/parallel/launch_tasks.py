@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.parallel.collectives import Wire
+from nanoinfer.parallel.collectives import Communicator
 
 
-def killed(wire: Wire) -> None:
+def killed(comm: Communicator) -> None:
     """Rank 1 dies while rank 0 waits for it."""
-    if wire.rank == 1:
+    if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    wire.all_reduce(torch.zeros(1))
+    comm.all_reduce(torch.zeros(1))
 
 
-def wait(wire: Wire, folder: str) -> None:
+def wait(comm: Communicator, folder: str) -> None:
     """For longer than anybody has; the process id is left in a file."""
     (Path(folder) / str(os.getpid())).touch()
     time.sleep(600)

@@ -17,6 +17,7 @@ from nanoinfer.cli import app as cli
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import ModelError
 from nanoinfer.theory.communication import sent_bytes, tensor_parallel
+from tests.parallel.rank_results import REPLIES, answers, reply_task
 
 TINY = "random:tiny-llama"
 SAMPLED = ["--temperature", "1.2", "--top-p", "0.9", "--seed", "7"]
@@ -32,6 +33,7 @@ def record(*args: str) -> dict[str, Any]:
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_prints_what_one_process_prints(capfd: pytest.CaptureFixture[str]) -> None:
     """The real model, which two ranks cannot share evenly."""
     args = ["smollm2-135m", "--prompt", "La capitale de la France est", "--max-tokens", "12"]
@@ -44,20 +46,32 @@ def test_tensor_parallel_prints_what_one_process_prints(capfd: pytest.CaptureFix
     assert first == (
         "nanoinfer: 2 ranks share 9 query heads and 3 KV heads unevenly, and the largest share decides the speed"
     )
-    reduces = 61 * 576 * 4  # two a layer and one behind the embedding: of two ranks each sends as much as a message
+    reduces = 61 * 576 * 4  # two a layer and one after the embedding: of two ranks each sends as much as a message
     logits = 49_152 // 2 * 4
     each = 2 * (reduces + logits) / 1000
     assert re.search(r"\d prompt \+ 12 new tokens \| TTFT .* \| finish: length \|", second)
     assert second.endswith(f"| 2 ranks, tensor parallel: {each:.1f} kB sent a token, by all together")
 
 
-def test_tensor_parallel_record(capfd: pytest.CaptureFixture[str]) -> None:
-    args = [TINY, "--prompt", "hello", "--max-tokens", "9", "--engine", "continuous", *SAMPLED]
-    alone, told = record(*args), record(*args, "--tp", "2")
-    parallel = told.pop("parallel")
+def record_of_ranks(split: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The records of one process and of two ranks, which were started for all tests."""
+
+    def launched(task: str, ranks: int, options: dict[str, Any], **more: Any) -> list[Any]:
+        assert (task, ranks, more["device"]) == ("nanoinfer.parallel.generate:reply", 2, "cpu")
+        assert json.loads(json.dumps(options)) == json.loads(json.dumps(reply_task(split)))
+        return [replies[split] for replies in answers(2, "replies")]
+
+    monkeypatch.setattr("nanoinfer.parallel.generate.launch", launched)
+    args = [TINY, "--prompt", "hello", "--max-tokens", "9", "--engine", REPLIES[split].engine, *SAMPLED]
+    return record(*args), record(*args, f"--{split}", "2")
+
+
+def test_tensor_parallel_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, sharded = record_of_ranks("tp", monkeypatch)
+    parallel = sharded.pop("parallel")
     for key in ("token_ids", "text", "engine", "model", "source", "finish_reason", "prompt_tokens", "params"):
-        assert told[key] == alone[key]
-    assert set(told) == set(alone)
+        assert sharded[key] == alone[key]
+    assert set(sharded) == set(alone)
     prompt, token = (tensor_parallel(SHAPES["tiny-llama"], n, 2, 4, 1) for n in (5, 1))
     assert (parallel["split"], parallel["ranks"]) == ("tensor parallel", 2)
     assert parallel["sent_bytes"] == {"prompt": [sent_bytes(prompt)] * 2, "tokens": [8 * sent_bytes(token)] * 2}
@@ -68,20 +82,18 @@ def test_tensor_parallel_record(capfd: pytest.CaptureFixture[str]) -> None:
             assert (call["calls"], call["sent_bytes"]) == (passes * part.calls, passes * part.sent)
             assert call["seconds"] > 0
         assert parallel["rank_0"][phase] == {}
-    assert capfd.readouterr().out == ""
 
 
-def test_pipeline_parallel() -> None:
-    args = [TINY, "--prompt", "hello", "--max-tokens", "9", *SAMPLED]
-    alone, told = record(*args), record(*args, "--pp", "2")
-    assert told["token_ids"] == alone["token_ids"]
-    parallel = told["parallel"]
-    assert (parallel["split"], parallel["ranks"], told["engine"]) == ("pipeline parallel", 2, "pipeline")
+def test_pipeline_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, sharded = record_of_ranks("pp", monkeypatch)
+    assert sharded["token_ids"] == alone["token_ids"]
+    parallel = sharded["parallel"]
+    assert (parallel["split"], parallel["ranks"], sharded["engine"]) == ("pipeline parallel", 2, "pipeline")
     hidden, chosen = 4 * SHAPES["tiny-llama"].d_model, 8
     assert parallel["sent_bytes"] == {"prompt": [5 * hidden, chosen], "tokens": [8 * hidden, 8 * chosen]}
 
 
-def test_dice_without_a_seed_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_seed_one_is_drawn_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
 
     def launched(task: str, ranks: int, options: dict[str, Any], **more: Any) -> None:
@@ -105,7 +117,6 @@ def test_mistakes_are_one_line() -> None:
         "--pp runs the cached engine over stages, not 'naive'": ["--pp", "2", "--engine", "naive"],
         "unknown device 'abacus'": ["--tp", "2", "--device", "abacus"],
         "ranks must be 1 to 64, got 65": ["--tp", "65"],
-        "tp 3 does not divide 4 query heads": ["--tp", "3"],  # the ranks find out
     }.items():
         result = run(TINY, "--prompt", "x", *args)
         assert (result.exit_code, result.stdout) == (1, ""), words
@@ -115,13 +126,20 @@ def test_mistakes_are_one_line() -> None:
     assert "tiny-llama" in unknown.stderr
 
 
+@pytest.mark.slow
+def test_a_mistake_that_ranks_find_is_one_line() -> None:
+    result = run(TINY, "--prompt", "x", "--tp", "3")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "tp 3 does not divide 4 query heads" in result.stderr and result.stderr.count("\n") == 1
+
+
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_ends_all() -> None:
+def test_ranks_print_and_ctrl_c_ends_all() -> None:
     command = [sys.executable, "-m", "nanoinfer", "generate", TINY, "--prompt", "x", "--max-tokens", "200", "--tp", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)  # the ranks are at work
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        process.stdout.read()  # ends only when nobody is left who could write
+        process.stdout.read()  # ends only when no process is left that could write
         assert process.stderr.read() == b""

@@ -1,0 +1,356 @@
+"""The experiments of chapter 13: one model in several strategies, contention, a pipeline's bubble, a ring's overlap.
+
+Each is a task for :func:`~nanoinfer.parallel.launch.launch`; times are seconds on this rank. What is compared takes
+turns, so that disturbances of the machine fall on all cases alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.configs.config import SHAPES, ModelConfig
+from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.engine import Engine
+from nanoinfer.errors import RequestError, nearest
+from nanoinfer.measure import metrics
+from nanoinfer.measure.clock import now, repeat, timed
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.models.weights import assemble, random_state
+from nanoinfer.parallel.collectives import Communicator, ring_all_reduce, total_calls
+from nanoinfer.parallel.context import ContextEngine, RingCache, rank_positions
+from nanoinfer.parallel.data_parallel import assign
+from nanoinfer.parallel.pipeline import PipelineEngine, Stage, cut
+from nanoinfer.parallel.tensor import shard
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.theory.communication import bubble
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+#: The engine of a rank in each strategy. ``one`` is rank 0 alone, while the others wait.
+STRATEGIES: Final[Mapping[str, Callable[[LoadedModel, Communicator], Engine]]] = {
+    "one": lambda loaded, _: CachedEngine(loaded),
+    "replicas": lambda loaded, _: CachedEngine(loaded),
+    "tp": lambda loaded, comm: CachedEngine(shard(loaded, comm, uneven=True)),
+    "pp": lambda loaded, comm: PipelineEngine(loaded, comm),
+    "pp, filled": lambda loaded, comm: PipelineEngine(loaded, comm, micro_batches=comm.size),
+    "cp": lambda loaded, comm: ContextEngine(loaded, comm),
+}
+#: Of random models: wide, so that products are most of the work, and with a small vocabulary, so that stages are equal.
+SHAPE = replace(SHAPES["tiny-llama"], d_model=384, n_heads=6, n_kv_heads=6, d_head=64, d_ff=1024)
+
+
+def take_turns(comm: Communicator, cases: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
+    """Results of each case in each round; all ranks start a case together."""
+    results: dict[K, list[T]] = {case: [] for case in cases}
+    for _ in range(rounds):
+        for case, run in cases.items():
+            dist.barrier(comm.group)
+            results[case].append(run())
+    return results
+
+
+# --- strategies -------------------------------------------------------------------------
+
+
+def compare_strategies(
+    comm: Communicator,
+    *,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    rounds: int = 2,
+    **place: Any,
+) -> dict[str, dict[str, Any]]:
+    """The same prompts answered in several strategies.
+
+    Args:
+        comm: to the other ranks.
+        model: by name; ``place`` has its ``device``, ``dtype`` and ``seed``.
+        prompts: of one length. Replicas divide them, in every other strategy they are one batch.
+        new: tokens of each answer, greedy.
+        strategies: of :data:`STRATEGIES`.
+        rounds: that are measured, after one of two tokens that warms up.
+
+    Returns:
+        of each strategy that this rank took part in: ``token_ids`` of its prompts; ``prefill_s`` of each round and
+        ``step_s`` of each decode step; the calls of the last round's ``prefill`` and of all its decode ``steps``, as
+        :func:`~.collectives.total_calls` gives them; ``weights``, the bytes that this rank needs of the model.
+
+    Raises:
+        RequestError: an unknown strategy, or what the strategy itself refuses.
+    """
+    if unknown := [name for name in strategies if name not in STRATEGIES]:
+        raise RequestError(f"unknown strategy '{unknown[0]}'; {nearest(unknown[0], STRATEGIES)}")
+    loaded = load_model(model, **place)
+    engines = {name: STRATEGIES[name](loaded, comm) for name in strategies}
+    mine = assign([len(prompt) + new for prompt in prompts], comm.size)[comm.rank]
+    parts = {"one": prompts if comm.rank == 0 else (), "replicas": [prompts[i] for i in mine]}
+
+    def run(tokens: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        cases = {
+            name: partial(_answer, comm, engine, parts.get(name, prompts), params) for name, engine in engines.items()
+        }
+        return take_turns(comm, cases, rounds)
+
+    run(min(2, new), 1)
+    return {
+        name: {
+            **answers[-1],
+            "weights": _weight_bytes(engines[name]),
+            "prefill_s": [answer["prefill_s"] for answer in answers],
+            "step_s": [seconds for answer in answers for seconds in answer["step_s"]],
+        }
+        for name, answers in run(new, rounds).items()
+        if parts.get(name, prompts)
+    }
+
+
+def _weight_bytes(engine: Engine) -> int:
+    model: Any = engine.model
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _answer(
+    comm: Communicator, engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[str, Any]:
+    if not prompts:
+        return {}
+    comm.log.clear()
+    generation, in_prefill = engine.stream(list(prompts), params), None
+    for _ in generation:
+        in_prefill = len(comm.log) if in_prefill is None else in_prefill
+    trace = generation.completions[0].trace  # all rows of a batch get their tokens together
+    return {
+        "token_ids": [completion.token_ids for completion in generation.completions],
+        "prefill_s": metrics.ttft(trace),
+        "step_s": metrics.chunk_gaps(trace),
+        "prefill": total_calls(comm.log[:in_prefill]),
+        "steps": total_calls(comm.log[in_prefill:]),
+    }
+
+
+def compare_all_reduces(comm: Communicator, *, numbers: int, device: str = "cpu") -> dict[str, Any]:
+    """The sum of ``numbers`` fp32 numbers of each rank by PyTorch's all-reduce and by :func:`~.ring_all_reduce`.
+
+    Returns:
+        by how much the two sums ``differ`` at most, and the calls of each: ``library`` and ``ring``.
+    """
+    x = torch.randn(numbers, generator=torch.Generator().manual_seed(comm.rank)).to(device)
+    for warm_up in (comm.all_reduce, partial(ring_all_reduce, comm)):
+        warm_up(x.clone())
+    comm.log.clear()
+    theirs = comm.all_reduce(x.clone())
+    library = total_calls(comm.log)
+    comm.log.clear()
+    ours = ring_all_reduce(comm, x.clone())
+    return {"differ": float((ours - theirs).abs().max()), "library": library, "ring": total_calls(comm.log)}
+
+
+# --- contention -------------------------------------------------------------------------
+
+
+def contention(comm: Communicator, *, model: str, rows: Sequence[int], **place: Any) -> dict[str, list[float]]:
+    """Slow-down when ranks share one machine's cores: :func:`time_products` for each number of rows.
+
+    Returns:
+        the seconds on all ranks ``together``; and on rank 0 ``alone``, while the others wait.
+    """
+    loaded = load_model(model, **place)
+    seconds: dict[str, list[float]] = {"alone": [], "together": []}
+    for count in rows:
+        measure = partial(time_products, loaded.model, count)
+        cases = {"alone": measure if comm.rank == 0 else lambda: None, "together": measure}
+        for case, (result,) in take_turns(comm, cases, 1).items():
+            seconds[case] += [] if result is None else [result]
+    return seconds
+
+
+@torch.inference_mode()
+def time_products(model: GPT2 | Llama, rows: int, repeats: int = 5) -> float:
+    """Seconds of the products of all layers with ``rows`` rows, in sequence, so that weights come from memory.
+
+    The median of ``repeats``, after two that warm up.
+    """
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    inputs = {weight.shape[1]: weight.new_ones(rows, weight.shape[1]) for weight in weights}
+
+    def work() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    timing = repeat(work, device=weights[0].device, warmup=2, repeats=repeats)
+    median = timing.summary.median
+    assert median is not None
+    return median
+
+
+# --- a pipeline's bubble ----------------------------------------------------------------
+
+
+def measure_bubble(
+    comm: Communicator,
+    *,
+    micro_batches: Sequence[int] = (1, 2, 4, 8),
+    layers_per_stage: int = 2,
+    rows: int = 8,
+    tokens: int = 128,
+    repeats: int = 5,
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Busy and wall-clock time of a prefill over equal stages, for several numbers of micro-batches.
+
+    Args:
+        comm: to the other stages.
+        micro_batches: divisors of ``rows``.
+        layers_per_stage: of a random model of :data:`SHAPE`.
+        rows: prompts in the batch.
+        tokens: in each prompt.
+        repeats: passes of each number, after one that is dropped.
+        device: of all ranks.
+
+    Returns:
+        of each number of ``micro_batches`` ``busy_s``, what this stage computed in each pass, and ``wall_s``, until
+        all stages were done.
+
+    Raises:
+        RequestError: micro-batches of different sizes.
+    """
+    if odd := [m for m in micro_batches if m < 1 or rows % m]:
+        raise RequestError(f"{rows} rows cannot be cut into {odd[0]} equal micro-batches; take a divisor of {rows}")
+    stage = Stage(cut(_random_model(layers_per_stage * comm.size, tokens, device), comm.rank, comm.size), comm)
+    ids = torch.arange(rows * tokens, device=device).view(rows, tokens) % SHAPE.vocab_size
+    positions = torch.arange(tokens, device=device).expand(rows, tokens)
+
+    def run(m: int) -> tuple[float, float]:
+        start, stage.busy = now(), 0.0
+        for part in zip(ids.chunk(m), positions.chunk(m), strict=True):
+            stage(*part, last_only=True)
+        dist.barrier(comm.group)
+        return stage.busy, now() - start
+
+    with torch.inference_mode():
+        passes = take_turns(comm, {m: partial(run, m) for m in micro_batches}, 1 + repeats)
+    return [
+        {"micro_batches": m, "busy_s": [busy for busy, _ in times[1:]], "wall_s": [wall for _, wall in times[1:]]}
+        for m, times in passes.items()
+    ]
+
+
+def _random_model(n_layers: int, context: int, device: str) -> GPT2 | Llama:
+    config = replace(SHAPE, n_layers=n_layers, context=max(context, SHAPE.context))
+    return assemble(config, random_state(config, torch.float32, 0, torch.device(device)), torch.device(device))
+
+
+@dataclass(frozen=True)
+class IdleShare:
+    """The share of the time that a stage waits, as a mean over stages.
+
+    Attributes:
+        micro_batches: m.
+        predicted: ``(p-1) / (m+p-1)``, for equal stages and no time between them.
+        measured: the median over passes; ``low`` and ``high`` are the least and the most.
+    """
+
+    micro_batches: int
+    predicted: float
+    measured: float
+    low: float
+    high: float
+
+
+def idle_shares(answers: Sequence[list[dict[str, Any]]]) -> list[IdleShare]:
+    """For each number of micro-batches, from the ranks' results of :func:`measure_bubble`."""
+    result = []
+    for stages in zip(*answers, strict=True):
+        m = stages[0]["micro_batches"]
+        waited = [[1 - b / w for b, w in zip(stage["busy_s"], stage["wall_s"], strict=True)] for stage in stages]
+        shares = [statistics.fmean(one_pass) for one_pass in zip(*waited, strict=True)]
+        result.append(IdleShare(m, bubble(len(stages), m), statistics.median(shares), min(shares), max(shares)))
+    return result
+
+
+# --- a ring's overlap -------------------------------------------------------------------
+
+
+class TimedCache(RingCache):
+    """A ring cache that adds up the seconds spent in it."""
+
+    seconds = 0.0
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """As :meth:`RingCache.attend`."""
+        out, seconds = timed(lambda: super(TimedCache, self).attend(layer, q, k, v, mask), q.device)
+        self.seconds += seconds
+        return out
+
+
+def measure_overlap(
+    comm: Communicator,
+    *,
+    tokens: Sequence[int] = (256, 1024, 4096),
+    layers: int = 2,
+    repeats: int = 5,
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Prefill of one prompt with the ring's exchanges during attention, and before it.
+
+    Args:
+        comm: to the other ranks.
+        tokens: in the prompt; each is a measurement of its own.
+        layers: of a random model of :data:`SHAPE`, with a KV head for every query head: the hardest case for the ring.
+        repeats: passes of each case, after one that is dropped.
+        device: of all ranks.
+
+    Returns:
+        of each number of ``tokens``, in each pass: ``overlapped_s`` and ``in_turn_s`` from the first token to the end
+        of all ranks, and of the latter ``exchange_s`` and ``attention_s``; and ``sent``, the bytes that left this rank
+        in a pass.
+    """
+    model = _random_model(layers, max(tokens), device)
+    config: ModelConfig = model.config
+
+    def run(length: int, overlap: bool) -> dict[str, float]:
+        cache = TimedCache(config, comm, 1, length, 0, device, torch.float32, overlap)
+        positions = torch.tensor([rank_positions(length, comm.rank, comm.size)], device=device)
+        comm.log.clear()
+        dist.barrier(comm.group)  # after the cache is allocated
+
+        def work() -> None:
+            model.hidden(positions % config.vocab_size, positions, cache)
+            dist.barrier(comm.group)
+
+        _, seconds = timed(work, device)
+        exchange = sum(call.seconds for call in comm.log)
+        sent = sum(call.sent for call in comm.log)
+        return {"wall": seconds, "exchange": exchange, "attention": cache.seconds - exchange, "sent": sent}
+
+    answer = []
+    with torch.inference_mode():
+        for length in tokens:
+            cases = {overlap: partial(run, length, overlap) for overlap in (True, False)}
+            passes = {overlap: results[1:] for overlap, results in take_turns(comm, cases, 1 + repeats).items()}
+            answer.append(
+                {
+                    "tokens": length,
+                    "overlapped_s": [result["wall"] for result in passes[True]],
+                    "in_turn_s": [result["wall"] for result in passes[False]],
+                    "exchange_s": [result["exchange"] for result in passes[False]],
+                    "attention_s": [result["attention"] for result in passes[False]],
+                    "sent": passes[True][0]["sent"],
+                }
+            )
+    return answer
