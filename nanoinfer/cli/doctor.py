@@ -1,7 +1,6 @@
-"""``nanoinfer doctor``: what this machine has, what it lacks, and the way to mend it.
+"""``nanoinfer doctor`` and ``nanoinfer models``: what this machine has, what it lacks, and how to get it.
 
-Nothing here stops at the first fault: a machine without torch is the very one that
-needs the rest of the report.
+Nothing here stops at the first fault: a machine without torch needs the rest of the report most.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import typer
 
 from nanoinfer.cli.options import Json
-from nanoinfer.show.text import emit
+from nanoinfer.show.text import as_table, console, emit
 
 commands = typer.Typer()
 
-GIB = 1 << 30
+GIB: Final = 1 << 30
 #: Memory that the default model takes in float32, with room to work; disk for its caches and the book.
-LEAST_MEMORY, LEAST_DISK = 2 * GIB, 2 * GIB
-
+LEAST_MEMORY: Final = 2 * GIB
+LEAST_DISK: Final = 2 * GIB
 #: Import name to what it is for.
-NEEDED = {
+NEEDED: Final = {
     "numpy": "arrays",
     "tiktoken": "tokenizers",
     "safetensors": "weights",
@@ -40,7 +39,7 @@ NEEDED = {
     "platformdirs": "the place of the model cache",
     "psutil": "memory figures",
 }
-BOOK = ("papermill", "jupyter_book", "ipywidgets", "matplotlib")
+BOOK: Final = ("papermill", "jupyter_book", "ipywidgets", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,12 @@ class Report:
         return all(check.ok or not check.needed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for machines; no paths or names of people or hosts."""
-        return {
-            "ok": self.ok,
-            "machine": self.machine,
-            "versions": self.versions,
-            "checks": [asdict(check) for check in self.checks],
-        }
+        """For JSON; no paths or names of people or hosts."""
+        checks = [asdict(check) for check in self.checks]
+        return {"ok": self.ok, "machine": self.machine, "versions": self.versions, "checks": checks}
 
     def lines(self) -> Iterator[str]:
-        """The report for people."""
+        """For a terminal."""
         if self.machine is not None:
             gpus = ", ".join(gpu["name"] for gpu in self.machine["gpus"]) or "no GPU"
             yield f"{self.machine['cpu']}, {self.machine['cores']} cores, {gpus}, {self.machine['os']}"
@@ -90,65 +85,48 @@ class Report:
         yield "Everything needed is here." if self.ok else "Something needed is missing: see MISSING above."
 
 
-def examine() -> Report:
-    """Look at everything; never raises for something missing."""
-    from nanoinfer.measure import environment
-
-    torch_check = _torch()
-    return Report(
-        machine=environment.describe_machine() if torch_check.ok and _has("psutil") else None,
-        versions=environment.versions(),
-        checks=[
-            _python(),
-            torch_check,
-            *_packages(),
-            *([_memory()] if _has("psutil") else []),
-            *([_disk()] if _has("platformdirs") else []),
-            *_models(),
-            *_gpu(torch_check.ok),
-            _compiler(),
-            _git(),
-            _book(),
-            _chromium(),
-        ],
-    )
-
-
 @functools.cache
-def _has(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether it could be imported."""
     return importlib.util.find_spec(module) is not None
 
 
-def _python() -> Check:
+def check_python() -> Iterator[Check]:
+    """Its version."""
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Check("Python", fits, platform.python_version(), "install Python 3.11, 3.12 or 3.13", needed=True)
+    yield Check("Python", fits, platform.python_version(), "install Python 3.11, 3.12 or 3.13", needed=True)
 
 
-def _torch() -> Check:
+def check_torch() -> Iterator[Check]:
+    """Whether it imports."""
     fix = "make test sets up the environment; or: pip install torch"
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        return Check("torch", False, " ".join(str(error).split()) or "does not import", fix, needed=True)
-    return Check("torch", True, str(torch.__version__), needed=True)
+        yield Check("torch", False, " ".join(str(error).split()) or "does not import", fix, needed=True)
+    else:
+        yield Check("torch", True, str(torch.__version__), needed=True)
 
 
-def _packages() -> Iterator[Check]:
+def check_packages() -> Iterator[Check]:
+    """Those that are missing."""
     for module, purpose in NEEDED.items():
-        if not _has(module):
+        if not is_installed(module):
             name = module.replace("_", "-")
             yield Check(name, False, f"not installed; needed for {purpose}", f"pip install {name}", needed=True)
 
 
-def _memory() -> Check:
+def check_memory() -> Iterator[Check]:
+    """What is free."""
     import psutil
 
     free = psutil.virtual_memory().available
     fix = "close something, or take --dtype bfloat16 or a random:tiny model"
-    return Check("free memory", free >= LEAST_MEMORY, f"{free / GIB:.1f} GiB (2 are enough for smollm2-135m)", fix)
+    yield Check("free memory", free >= LEAST_MEMORY, f"{free / GIB:.1f} GiB (2 are enough for smollm2-135m)", fix)
 
 
-def _disk() -> Check:
+def check_disk() -> Iterator[Check]:
+    """What is free where models are kept."""
     from nanoinfer.store import cache_dir
 
     folder = cache_dir().absolute()
@@ -156,75 +134,123 @@ def _disk() -> Check:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     fix = "make room there, or point NANOINFER_CACHE at a folder on another disk"
-    return Check("free disk for models", free >= LEAST_DISK, f"{free / GIB:.1f} GiB (2 are enough)", fix)
+    yield Check("free disk for models", free >= LEAST_DISK, f"{free / GIB:.1f} GiB (2 are enough)", fix)
 
 
-def _gpu(torch_ok: bool) -> Iterator[Check]:
-    if not torch_ok:
+def check_models() -> Iterator[Check]:
+    """Those that have a name and are not made here."""
+    try:
+        from nanoinfer.models.registry import known_models
+    except ImportError:  # a missing package, which stands in the report already
         return
-    torch = importlib.import_module("torch")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            detail = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-            yield Check(f"GPU cuda:{index}", True, detail)
+    for row in known_models():
+        if not row.name.startswith("random:"):
+            yield Check(f"model {row.name}", row.on_disk, "on disk" if row.on_disk else "not on disk", row.how)
+
+
+def check_gpu() -> Iterator[Check]:
+    """Each GPU that torch can use."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError):
         return
-    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        detail = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        yield Check(f"GPU cuda:{index}", True, detail)
+    if not torch.cuda.is_available() and torch.version.cuda is None and shutil.which("nvidia-smi"):
+        detail = "there is an NVIDIA driver, but this torch is built without CUDA"
         fix = "pip install --force-reinstall torch, from the index for your CUDA version (see pytorch.org)"
-        yield Check("GPU", False, "there is an NVIDIA driver, but this torch is built without CUDA", fix)
-    else:
-        yield Check(
-            "GPU", False, "none that torch can use; all chapters run on the CPU too", "run the gpu profile elsewhere"
-        )
+        yield Check("GPU", False, detail, fix)
+    elif not torch.cuda.is_available():
+        detail = "none that torch can use; all chapters run on the CPU too"
+        yield Check("GPU", False, detail, "run the gpu profile elsewhere")
 
 
-def _compiler() -> Check:
-    wanted = os.environ.get("CXX") or "c++"
-    found = next((name for name in (wanted, "g++", "clang++", "cl") if shutil.which(name)), None)
-    fix = "Debian and Ubuntu: apt install g++; macOS: xcode-select --install; only torch.compile needs it"
-    return Check("C++ compiler", found is not None, found or "none found", fix)
+def check_compiler() -> Iterator[Check]:
+    """Of C++, as the CPU kernel looks for it."""
+    from nanoinfer.measure.environment import compiler
+
+    path = compiler()
+    fix = "Debian and Ubuntu: apt install g++; macOS: xcode-select --install; the CPU kernel and torch.compile need it"
+    yield Check("C++ compiler", path is not None, "none found" if path is None else Path(path).name, fix)
 
 
-def _git() -> Check:
+def check_git() -> Iterator[Check]:
+    """For results that name their commit."""
     found = shutil.which("git") is not None
-    return Check("git", found, "found" if found else "none found", "install git; results then name their commit")
+    yield Check("git", found, "found" if found else "none found", "install git; results then name their commit")
 
 
-def _book() -> Check:
-    missing = [module.replace("_", "-") for module in BOOK if not _has(module)]
+def check_book() -> Iterator[Check]:
+    """The packages of the extra ``book``."""
+    missing = [module.replace("_", "-") for module in BOOK if not is_installed(module)]
     detail = f"missing: {', '.join(missing)}" if missing else "papermill, jupyter-book and widgets are installed"
-    return Check("the book's tools", not missing, detail, "make book installs them; or: pip install 'nanoinfer[book]'")
+    yield Check("the book's tools", not missing, detail, "make book installs them; or: pip install 'nanoinfer[book]'")
 
 
-def _chromium() -> Check:
-    places = [
+def check_chromium() -> Iterator[Check]:
+    """Playwright's, the system's, or the one that NANOINFER_CHROMIUM names."""
+    folders = [
         os.environ.get("PLAYWRIGHT_BROWSERS_PATH", ""),
         "~/.cache/ms-playwright",
         "~/Library/Caches/ms-playwright",
     ]
     if local := os.environ.get("LOCALAPPDATA"):
-        places.append(f"{local}/ms-playwright")
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+        folders.append(f"{local}/ms-playwright")
     found = (
         Path(os.environ.get("NANOINFER_CHROMIUM") or os.devnull).is_file()
-        or any(shutil.which(name) for name in names)
-        or any(next(Path(place).expanduser().glob("chromium*"), None) for place in places if place)
+        or any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "chrome"))
+        or any(next(Path(folder).expanduser().glob("chromium*"), None) for folder in folders if folder)
     )
     fix = "python -m playwright install chromium, or point NANOINFER_CHROMIUM at one; only the browser tests need it"
-    return Check("Chromium", found, "found" if found else "none found", fix)
+    yield Check("Chromium", found, "found" if found else "none found", fix)
 
 
-def _models() -> Iterator[Check]:
-    try:
-        from nanoinfer.models.registry import known_models
+#: Each check, and the package without which it cannot be made.
+CHECKS: Final[tuple[tuple[Callable[[], Iterable[Check]], str | None], ...]] = (
+    (check_python, None),
+    (check_torch, None),
+    (check_packages, None),
+    (check_memory, "psutil"),
+    (check_disk, "platformdirs"),
+    (check_models, None),
+    (check_gpu, None),
+    (check_compiler, None),
+    (check_git, None),
+    (check_book, None),
+    (check_chromium, None),
+)
 
-        rows = known_models()
-    except ImportError:  # a missing package, which stands in the report already
+
+def examine() -> Report:
+    """Look at everything; never raises for something missing."""
+    from nanoinfer.measure import environment
+
+    checks = [found for check, package in CHECKS if package is None or is_installed(package) for found in check()]
+    has_torch = any(check.name == "torch" and check.ok for check in checks)
+    machine = environment.describe_machine() if has_torch and is_installed("psutil") else None
+    return Report(machine, environment.versions(), checks)
+
+
+@commands.command()
+def models(as_json: Json = False) -> None:
+    """List the models that have a name here, and how to get them."""
+    from nanoinfer.models.registry import known_models
+
+    rows = [asdict(row) for row in known_models()]
+    if as_json:
+        emit(rows)
         return
-    for row in rows:
-        if row.name.startswith("random:"):  # made here, never missing
-            continue
-        yield Check(f"model {row.name}", row.on_disk, "on disk" if row.on_disk else "not on disk", row.how)
+    header = [key.replace("_", " ") for key in rows[0]]
+    console().print(as_table((header, ([cell_text(value) for value in row.values()] for row in rows))))
+
+
+def cell_text(value: object) -> str:
+    """``yes`` or ``no``, whole numbers with commas, nothing for ``None``."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
 
 
 @commands.command()

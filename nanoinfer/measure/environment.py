@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,9 @@ def machine_key() -> list[object]:
 
     machine = describe_machine()
     return [torch.__version__, torch.get_num_threads(), machine["cpu"], machine["gpus"]]
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: what ``CXX`` names, else the first of c++, g++ and clang++; None if there is none."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,7 +22,7 @@ from torch import Tensor
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.errors import DeviceError
 from nanoinfer.log import say
-from nanoinfer.measure.environment import cpu_features
+from nanoinfer.measure.environment import compiler, cpu_features
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.optimize.options import check_dense
@@ -58,12 +56,6 @@ class _Step(ctypes.Structure):
         ("layer_stride", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
     ]
-
-
-def compiler() -> str | None:
-    """Path of the C++ compiler: what ``CXX`` names, else the first of c++, g++ and clang++; None if there is none."""
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def build(flags: Sequence[str] = ("-march=native",)) -> Path:

@@ -17,7 +17,7 @@ from nanoinfer.cli import doctor
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor._has.cache_clear()
+    doctor.is_installed.cache_clear()
 
 
 def test_this_machine_passes() -> None:
@@ -41,7 +41,7 @@ def test_json_is_complete_and_private() -> None:
 
 
 def test_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_has", lambda module: module != "tiktoken")
+    monkeypatch.setattr(doctor, "is_installed", lambda module: module != "tiktoken")
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 1
     assert "MISSING  tiktoken: not installed; needed for tokenizers" in result.stdout
@@ -83,7 +83,7 @@ def test_the_disk_looked_at_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(doctor.shutil, "disk_usage", usage)
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "not" / "yet"))
-    assert doctor._disk().ok and asked == [tmp_path]
+    assert next(iter(doctor.check_disk())).ok and asked == [tmp_path]
 
 
 def test_what_is_optional_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,12 +91,20 @@ def test_what_is_optional_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    monkeypatch.setattr(doctor, "_has", lambda module: module not in doctor.BOOK)
+    monkeypatch.setattr(doctor, "is_installed", lambda module: module not in doctor.BOOK)
     report = doctor.examine()
     missing = {check.name: check.fix for check in report.checks if not check.ok}
     assert {"C++ compiler", "git", "the book's tools", "Chromium"} <= set(missing)
     assert all(missing.values())
     assert report.ok  # a plain `generate` needs none of them
+
+
+def test_the_compiler_is_the_one_that_builds_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoinfer.measure.environment.compiler", lambda: None)
+    (check,) = doctor.check_compiler()
+    assert not check.ok and "the CPU kernel and torch.compile need it" in check.fix
+    monkeypatch.setattr("nanoinfer.measure.environment.compiler", lambda: "/usr/bin/clang++")
+    assert next(iter(doctor.check_compiler())) == doctor.Check("C++ compiler", True, "clang++", check.fix)
 
 
 def test_chromium_by_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,6 +114,6 @@ def test_chromium_by_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PLAYWRIGHT_BROWSERS_PATH", raising=False)
     monkeypatch.setenv("NANOINFER_CHROMIUM", str(browser))
-    assert doctor._chromium().ok
+    assert next(iter(doctor.check_chromium())).ok
     monkeypatch.setenv("NANOINFER_CHROMIUM", str(tmp_path / "gone"))
-    assert not doctor._chromium().ok
+    assert not next(iter(doctor.check_chromium())).ok
