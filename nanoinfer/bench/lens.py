@@ -1,44 +1,262 @@
-"""The definition lens: the same requests under every tool's rules, side by side.
+"""The same requests scored by the rules of other tools, side by side.
 
-Two tools that say "ITL" rarely mean the same number. Here is what each would have said of these very traces, the
-rule in words beside every figure, and where that rule was read.
+Two tools that say "ITL" rarely mean the same number. The rules of each, with where they were read, are data
+(``nanoinfer/data/lens.toml``); this module holds what they are made of and scores traces by them. ``N`` is the served
+number of output tokens, for every tool: one that counts the tokens of the text again differs by that as well.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nanoinfer.bench.lens_parts import Figure, Percentile, Stream, Tool
-from nanoinfer.bench.lens_rules import TOOLS
 from nanoinfer.errors import NanoinferError
+from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import least_n
-from nanoinfer.measure.trace import Trace
+from nanoinfer.measure.trace import ChunkKind, Trace
+from nanoinfer.show.text import DASH
 
-TITLES: Mapping[str, str] = {
+TITLES: Final = {
     "ttft": "TTFT, time to first token, ms",
     "tpot": "TPOT, time per output token, ms",
     "itl": "ITL, inter-token latency, ms",
     "e2e": "End-to-end latency, ms",
     "throughput": "Output tokens/s",
 }
-PERCENTILES: Mapping[Percentile, str] = {
-    "inverted": "a sample (inverted CDF)",
-    "linear": "between two samples (NumPy's default)",
-    "truncated": "the sample at index n q, cut to a whole number",
-}
-Weighted = tuple[float, float]
+
+
+# --- a stream as its client saw it ----------------------------------------------------------
+
+
+class StreamFrame(NamedTuple):
+    """One frame: when it came (s), the tokens in it, what it is."""
+
+    t: float
+    n: int
+    kind: ChunkKind
 
 
 @dataclass(frozen=True)
-class Cell:
+class FrameStream:
+    """The frames of a request. ``has_kinds``: what they are was recorded, not guessed."""
+
+    scheduled: float
+    sent: float
+    frames: tuple[StreamFrame, ...]
+    tokens: int
+    has_kinds: bool
+
+    @classmethod
+    def of(cls, trace: Trace) -> FrameStream:
+        """Read a trace; where it has no kinds, guess: without tokens before the first token a role, after it usage.
+
+        Where no end-of-stream frame was recorded, ``t_end`` stands for it.
+
+        Raises:
+            NanoinferError: a clock that ran backwards; a number of kinds that differs from that of chunks.
+        """
+        metrics.client_delay(trace)  # refuses such a clock
+        kinds = list(trace.kinds)
+        if not kinds:
+            for _, n in trace.chunks:
+                kinds.append("content" if n > 0 else "usage" if "content" in kinds else "role")
+        if len(kinds) != len(trace.chunks):
+            raise NanoinferError(f"trace: {len(trace.chunks)} chunks but {len(kinds)} kinds; note one for each chunk")
+        frames = [StreamFrame(t, n, kind) for (t, n), kind in zip(trace.chunks, kinds, strict=True)]
+        if trace.t_end is not None and "done" not in kinds:
+            frames.append(StreamFrame(trace.t_end, 0, "done"))
+        tokens = metrics.output_tokens(trace)
+        return cls(trace.t_scheduled, trace.t_sent, tuple(frames), tokens, has_kinds=bool(trace.kinds))
+
+    @property
+    def with_tokens(self) -> list[StreamFrame]:
+        """The frames that hold tokens."""
+        return [frame for frame in self.frames if frame.n > 0]
+
+
+# --- what rules are made of -----------------------------------------------------------------
+
+#: Kinds of frames that are chunks to some tool, and what it says of them.
+CHUNKS: Final[Mapping[str, tuple[frozenset[ChunkKind], str]]] = {
+    "choices": (frozenset({"role", "reasoning", "content", "finish"}), "a role's and an empty one too"),
+    "text": (frozenset({"reasoning", "content"}), "text"),
+    "content": (frozenset({"content"}), "content"),
+}
+
+
+def _is(chunks: str) -> Callable[[StreamFrame], bool]:
+    kinds = CHUNKS[chunks][0]
+    return lambda frame: frame.kind in kinds
+
+
+def _has_tokens(frame: StreamFrame) -> bool:
+    return frame.n > 0
+
+
+class Moment(NamedTuple):
+    """The time of the first (0) or last (-1) of certain frames. ``needs_kinds``: it takes their kinds to tell."""
+
+    words: str
+    position: int
+    holds: Callable[[StreamFrame], bool]
+    needs_kinds: bool = False
+
+    def at(self, stream: FrameStream) -> float | None:
+        """When that was; ``None`` where there is no such frame."""
+        times = [frame.t for frame in stream.frames if self.holds(frame)]
+        return times[self.position] if times else None
+
+
+MOMENTS: Final = {
+    "first token": Moment("first token", 0, _has_tokens),
+    "last token": Moment("last token", -1, _has_tokens),
+    "first text": Moment("first text", 0, _is("text")),
+    "last text": Moment("last text", -1, _is("text")),
+    "first content": Moment("first content (not reasoning)", 0, _is("content"), True),
+    "last content": Moment("last content (not reasoning)", -1, _is("content"), True),
+    "first chunk": Moment("first chunk, a role's too", 0, _is("choices"), True),
+    "last chunk": Moment("last chunk before usage", -1, _is("choices"), True),
+    "last frame": Moment("last frame, usage too", -1, lambda frame: frame.kind != "done", True),
+    "end of stream": Moment("end of stream ([DONE])", -1, lambda frame: True, True),
+}
+
+
+def _after_first_chunk(stream: FrameStream) -> int:
+    chunks = stream.with_tokens
+    return stream.tokens - chunks[0].n if len(chunks) > 1 else 0
+
+
+#: What a time is divided by: the words, and the number, below 1 of which there is no figure.
+DIVISORS: Final[Mapping[str, tuple[str, Callable[[FrameStream], int]]]] = {
+    "N": ("N", lambda stream: stream.tokens),
+    "N - 1": ("(N - 1)", lambda stream: stream.tokens - 1),
+    "N - first chunk": ("(N - tokens of the first chunk)", _after_first_chunk),
+    "text chunks": ("chunks with text", lambda stream: sum(map(_is("text"), stream.frames))),
+}
+
+
+class ToolFigure(NamedTuple):
+    """A figure of a tool: its rule in words, a stream's values in seconds, and whether it needs kinds of frames."""
+
+    rule: str
+    values: Callable[[FrameStream], list[float]]
+    needs_kinds: bool
+
+
+def _figure(spec: Mapping[str, Any]) -> ToolFigure:
+    """A figure as ``lens.toml`` describes it; a ``LookupError`` for a name that none of the tables here has."""
+    if "gaps" in spec:
+        return _gaps(spec["gaps"])
+    last, missing = MOMENTS[spec["to"]], [spec["missing"]] if "missing" in spec else []
+    first = None if spec["from"] in ("sent", "scheduled") else MOMENTS[spec["from"]]
+    words, divisor = DIVISORS[spec["per"]] if "per" in spec else ("", lambda stream: 1)
+
+    def values(stream: FrameStream) -> list[float]:
+        start: float | None = getattr(stream, spec["from"]) if first is None else first.at(stream)
+        end, by = last.at(stream), divisor(stream)
+        if start is None or end is None or by < 1 or stream.tokens < spec.get("least_tokens", 1):
+            return missing
+        return [(end - start) / by]
+
+    rule = f"{last.words} - {spec['from'] if first is None else first.words}"
+    needs_kinds = last.needs_kinds or (first is not None and first.needs_kinds)
+    return ToolFigure(f"({rule}) / {words}" if words else rule, values, needs_kinds)
+
+
+def _gaps(name: str) -> ToolFigure:
+    def shared(stream: FrameStream) -> list[float]:
+        return [(b.t - a.t) / b.n for a, b in pairwise(stream.with_tokens) for _ in range(b.n)]
+
+    def perceived(stream: FrameStream) -> list[float]:
+        chunks = stream.with_tokens
+        return [0.0] * sum(frame.n - 1 for frame in chunks) + [b.t - a.t for a, b in pairwise(chunks)]
+
+    if name == "shared":
+        return ToolFigure("gap between chunks / tokens of the later one, once a token", shared, False)
+    if name == "perceived":
+        return ToolFigure("gaps between tokens, those of one chunk 0 apart", perceived, False)
+    is_chunk, words = _is(name), CHUNKS[name][1]
+
+    def gaps(stream: FrameStream) -> list[float]:
+        return [b.t - a.t for a, b in pairwise(filter(is_chunk, stream.frames))]
+
+    return ToolFigure(f"gaps between chunks ({words})", gaps, name != "text")
+
+
+def _throughput(
+    rule: str, good: Sequence[FrameStream], streams: Sequence[FrameStream]
+) -> tuple[str, float | None, bool]:
+    """A run's rate: the rule in words, output tokens/s (``None`` without time to divide by), whether it needs kinds."""
+    tokens = sum(stream.tokens for stream in good)
+    sent, scheduled = [s.sent for s in streams], [s.scheduled for s in streams]
+    moment, ending, starts, words = MOMENTS["last token"], streams, scheduled, "last token - first scheduled"
+    if rule == "wall":
+        moment, starts, words = MOMENTS["end of stream"], sent, "last end of stream - first sent"
+    elif rule == "to last text":
+        moment, ending, starts = MOMENTS["last text"], good, [s.sent for s in good]
+        words = "last text - first sent"
+    elif rule == "last query":
+        ending = [max(streams, key=lambda stream: stream.scheduled)]
+        words = "last token of the request scheduled last - first scheduled"
+    else:
+        tokens = sum(frame.n for stream in streams for frame in stream.frames)
+    start = min(starts, default=0.0)
+    seconds = max((t for t in map(moment.at, ending) if t is not None), default=start) - start
+    whose = "all" if rule == "drained" else "good"
+    return f"tokens of {whose} requests / ({words})", tokens / seconds if seconds > 0 else None, rule == "wall"
+
+
+# --- percentiles of sorted (value, weight), as each tool takes them; q in percent --------------------
+
+
+def inverted(samples: Sequence[tuple[float, float]], q: int) -> float:
+    """The first sample at which ``q`` percent of the weight is reached."""
+    reached = list(accumulate(weight for _, weight in samples))
+    return next(value for (value, _), sum_ in zip(samples, reached, strict=True) if sum_ * 100 >= q * reached[-1])
+
+
+def linear(samples: Sequence[tuple[float, float]], q: int) -> float:
+    """Between the two samples around rank ``q (n - 1) / 100``, whatever their weights."""
+    low, part = divmod(q * (len(samples) - 1), 100)
+    below, above = samples[low][0], samples[min(low + 1, len(samples) - 1)][0]
+    return below + (above - below) * part / 100
+
+
+def truncated(samples: Sequence[tuple[float, float]], q: int) -> float:
+    """The sample at index ``q n / 100``, counted from 0, whatever the weights."""
+    return samples[q * len(samples) // 100][0]
+
+
+PERCENTILES: Final[Mapping[str, tuple[str, Callable[[Sequence[tuple[float, float]], int], float]]]] = {
+    "inverted": ("a sample (inverted CDF)", inverted),
+    "linear": ("between two samples (NumPy's default)", linear),
+    "truncated": ("the sample at index n q, cut to a whole number", truncated),
+}
+
+
+# --- the tools, and what they would have said ---------------------------------------------------------
+
+
+@cache
+def tools() -> list[dict[str, Any]]:
+    """Every tool of ``lens.toml``."""
+    text = files("nanoinfer.data").joinpath("lens.toml").read_text(encoding="utf-8")
+    rules: list[dict[str, Any]] = tomllib.loads(text)["tool"]
+    return rules
+
+
+@dataclass(frozen=True)
+class LensCell:
     """A figure by one tool's rule, s (tokens/s for throughput). ``guessed``: kinds of frames were missing for it."""
 
     rule: str
@@ -50,13 +268,13 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class LensRow:
     """What one tool of one version says."""
 
     tool: str
     version: str
     percentile: str
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, LensCell]
     sources: tuple[str, ...]
     note: str
 
@@ -68,19 +286,19 @@ class Row:
 
 @dataclass(frozen=True)
 class LensTable:
-    """All rows; ``failed`` of the ``requests`` are left out of latencies, ``without_kinds`` told no kinds of frames."""
+    """All rows; ``failed`` of the ``requests`` are left out of latencies, ``without_kinds`` have no kinds of frames."""
 
     requests: int
     failed: int
     without_kinds: int
-    rows: tuple[Row, ...]
+    rows: tuple[LensRow, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, times in seconds."""
         return asdict(self)
 
 
-def lens(traces: Sequence[Trace], tools: Iterable[Tool] = TOOLS) -> LensTable:
+def lens(traces: Sequence[Trace]) -> LensTable:
     """Score the traces by every tool's rules.
 
     Raises:
@@ -88,72 +306,42 @@ def lens(traces: Sequence[Trace], tools: Iterable[Tool] = TOOLS) -> LensTable:
     """
     if not traces:
         raise NanoinferError("lens: no traces to look at; give a file with one at least")
-    streams = [Stream.of(trace) for trace in traces]
+    streams = [FrameStream.of(trace) for trace in traces]
     good = [stream for stream, trace in zip(streams, traces, strict=True) if trace.status == "ok"]
-    without = sum(not stream.told for stream in streams)
-    return LensTable(
-        requests=len(traces),
-        failed=len(traces) - len(good),
-        without_kinds=without,
-        rows=tuple(_row(tool, good, streams, without > 0) for tool in tools),
-    )
+    without = sum(not stream.has_kinds for stream in streams)
+    rows = tuple(_row(tool, good, streams, without > 0) for tool in tools())
+    return LensTable(len(traces), len(traces) - len(good), without, rows)
 
 
-def _row(tool: Tool, good: Sequence[Stream], streams: Sequence[Stream], without: bool) -> Row:
-    cells = {name: _cell(figure, tool.percentile, good, without) for name, figure in tool.figures.items()}
-    if tool.throughput is not None:
-        value = tool.throughput.of(good, streams)
-        guessed = without and tool.throughput.kinds
-        cells["throughput"] = Cell(tool.throughput.rule, len(good), value, None, None, guessed)
-    return Row(tool.name, tool.version, PERCENTILES[tool.percentile], cells, tool.sources, tool.note)
+def _row(
+    tool: Mapping[str, Any], good: Sequence[FrameStream], streams: Sequence[FrameStream], without: bool
+) -> LensRow:
+    words, point = PERCENTILES[tool["percentile"]]
+    cells = {name: _cell(tool[name], point, good, without) for name in TITLES if isinstance(tool.get(name), dict)}
+    if "throughput" in tool:
+        rule, value, needs_kinds = _throughput(tool["throughput"], good, streams)
+        cells["throughput"] = LensCell(rule, len(good), value, None, None, without and needs_kinds)
+    sources = tuple(tool.get("sources", ()))
+    return LensRow(tool["name"], tool["version"], words, cells, sources, tool.get("note", ""))
 
 
-def _cell(figure: Figure, percentile: Percentile, good: Sequence[Stream], without: bool) -> Cell:
-    samples = sorted(_samples(figure, good))
+def _cell(
+    spec: Mapping[str, Any],
+    point: Callable[[Sequence[tuple[float, float]], int], float],
+    good: Sequence[FrameStream],
+    without: bool,
+) -> LensCell:
+    figure = _figure(spec)
+    weights = [DIVISORS[spec["weight"]][1](stream) if "weight" in spec else 1 for stream in good]
+    weighted = [(weight, figure.values(stream)) for weight, stream in zip(weights, good, strict=True) if weight > 0]
+    samples = sorted((value, float(weight)) for weight, values in weighted for value in values)
     total = math.fsum(weight for _, weight in samples)
     mean = math.fsum(value * weight for value, weight in samples) / total if total else None
-    median, p99 = (POINT[percentile](samples, q) if samples else None for q in (50, 99))
-    return Cell(figure.rule, len(samples), mean, median, p99, without and figure.kinds)
+    median, p99 = (point(samples, q) if samples else None for q in (50, 99))
+    return LensCell(figure.rule, len(samples), mean, median, p99, without and figure.needs_kinds)
 
 
-def _samples(figure: Figure, good: Sequence[Stream]) -> Iterable[Weighted]:
-    for stream in good:
-        values = figure.samples(stream)
-        if not values and figure.missing is not None:
-            values = [figure.missing]
-        if (weight := figure.weight(stream)) > 0:
-            yield from ((value, weight) for value in values)
-
-
-# --- percentiles of sorted samples, as each tool takes them; q in percent --------------------
-
-
-def inverted(samples: Sequence[Weighted], q: int) -> float:
-    """The first sample at which ``q`` percent of the weight is reached."""
-    reached = list(accumulate(weight for _, weight in samples))
-    return next(value for (value, _), so_far in zip(samples, reached, strict=True) if so_far * 100 >= q * reached[-1])
-
-
-def linear(samples: Sequence[Weighted], q: int) -> float:
-    """Between the two samples around rank ``q (n - 1) / 100``; weights are not looked at."""
-    low, part = divmod(q * (len(samples) - 1), 100)
-    below, above = samples[low][0], samples[min(low + 1, len(samples) - 1)][0]
-    return below + (above - below) * part / 100
-
-
-def truncated(samples: Sequence[Weighted], q: int) -> float:
-    """The sample at index ``q n / 100``, counted from 0; weights are not looked at."""
-    return samples[q * len(samples) // 100][0]
-
-
-POINT: Mapping[Percentile, Callable[[Sequence[Weighted], int], float]] = {
-    "inverted": inverted,
-    "linear": linear,
-    "truncated": truncated,
-}
-
-
-# --- on the screen ---------------------------------------------------------------------------
+# --- on the screen ------------------------------------------------------------------------------------
 
 
 def show_lens(console: Console, table: LensTable) -> None:
@@ -161,22 +349,21 @@ def show_lens(console: Console, table: LensTable) -> None:
     for name, title in TITLES.items():
         view = Table(title=title, title_justify="left", title_style="bold", expand=False)
         view.add_column("tool", ratio=3)
-        for heading in ("tokens/s",) if name == "throughput" else ("mean", "median", "p99"):
+        for heading in ("tokens/s", "n") if name == "throughput" else ("mean", "median", "p99", "n"):
             view.add_column(heading, justify="right", no_wrap=True)
-        view.add_column("n", justify="right", no_wrap=True)
         view.add_column("rule", ratio=4)
         for row in table.rows:
             if (cell := row.cells.get(name)) is not None:
-                view.add_row(*(Text(text) for text in (row.title, *_values(name, cell), f"{cell.n:,}", cell.rule)))
+                view.add_row(*map(Text, (row.title, *_values(name, cell), f"{cell.n:,}", cell.rule)))
         console.print(view)
     for line in _footnotes(table):
         console.print(Text(line))
 
 
-def _values(name: str, cell: Cell) -> list[str]:
+def _values(name: str, cell: LensCell) -> list[str]:
     scale, mark = (1.0 if name == "throughput" else 1e3), "~" if cell.guessed else ""
     values = [cell.mean] if name == "throughput" else [cell.mean, cell.median, cell.p99]
-    return ["–" if value is None else f"{mark}{value * scale:,.1f}" for value in values]
+    return [DASH if value is None else f"{mark}{value * scale:,.1f}" for value in values]
 
 
 def _footnotes(table: LensTable) -> Iterable[str]:

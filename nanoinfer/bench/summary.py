@@ -1,11 +1,8 @@
-"""What a run says: every figure with its definition, its number of samples and how sure it is.
+"""What a run or a simulation shows: each figure with its definition, its number of samples and how sure it is.
 
-Latencies, goodput and errors are of the requests that were due inside the window; rates, concurrency
-and Little's law are of the window itself, so they count by event time whatever was in flight. What was
-not measured is ``None``, never 0.
-
-A client that sends late or sleeps through chunks measures itself. How much of that is borne stands in
-:class:`ErrorBudget`, and a run beyond it says so in ``beyond_budget``.
+Latencies, goodput and errors are of the requests that were due inside the window; rates, concurrency and Little's law
+are of the window itself, so they count by event time whatever was in flight. What was not measured is ``None``, never
+0. A client that sends late or sleeps through chunks measures itself: see :class:`ErrorBudget`.
 """
 
 from __future__ import annotations
@@ -14,22 +11,36 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.slo import METRICS
 from nanoinfer.measure import metrics
-from nanoinfer.measure.stats import TAILS, percentile, percentile_interval, summarize
+from nanoinfer.measure.stats import TAILS, Interval, percentile, percentile_interval, summarize
 from nanoinfer.measure.trace import Trace
 
-#: Figures that pool the gaps of all requests.
-POOLED: Final[Mapping[str, Callable[[Trace], list[float]]]] = {
-    "itl": metrics.itl_samples,
-    "chunk_gap": metrics.chunk_gaps,
+#: Figures that pool the gaps of all requests: each gap with how often it counts.
+GAPS: Final[Mapping[str, Callable[[Trace], Iterable[tuple[float, int]]]]] = {
+    "itl": metrics.itl,
+    "chunk_gap": lambda trace: ((gap, 1) for gap in metrics.chunk_gaps(trace)),
 }
-#: Their values lean on token counts, and are only as good as these.
-COUNTED: Final = frozenset({"tpot", "itl", "normalized_latency"})
-#: The lines for figures of a run that :mod:`nanoinfer.measure.metrics` holds as parts of a whole.
+#: Figures that failed requests have too.
+DELAYS: Final[Mapping[str, Callable[[Trace], float]]] = {
+    "client_delay": metrics.client_delay,
+    "wait": lambda trace: (trace.t_sent if trace.t_start is None else trace.t_start) - trace.t_scheduled,
+}
+#: Their values depend on token counts, and are only as good as these.
+COUNTED: Final = ("tpot", "itl", "normalized_latency")
+#: Rates by their keys: the definition's name and the unit.
+RATES: Final = {
+    "output_tok_s": ("throughput", "tok/s"),
+    "requests_s": ("request_rate", "requests/s"),
+    "input_tok_s": ("input_rate", "tok/s"),
+    "drained_tok_s": ("drained_throughput", "tok/s"),
+    "peak_tok_s": ("peak_throughput", "tok/s"),
+}
+CONFIDENCE: Final = 0.95
+#: The definitions of :mod:`nanoinfer.measure.metrics`, and those of figures that it holds as parts of a whole.
 DEFINITIONS: Final[Mapping[str, str]] = {
     **metrics.DEFINITIONS,
     "request_rate": "requests that ended well inside the window / the window's length",
@@ -38,6 +49,7 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "little": "Little's law: mean concurrency against requests sent per second x their mean time in the system",
     "loop_stalls": "how late a periodic tick of the client's event loop was",
     "adjusted": "percentiles in which each failed request counts as infinitely slow",
+    "wait": "first step that computes any of the prompt - t_scheduled: the queue's part of the time to first token",
 }
 
 
@@ -45,8 +57,8 @@ DEFINITIONS: Final[Mapping[str, str]] = {
 class ErrorBudget:
     """What the client may add before its figures are its own and not the server's.
 
-    ``send_lag_p99_s``: the latest 1% of requests, after their time. ``late_s`` and ``late_share``: the share
-    of the run, warm-up and all, in which the event loop was later than so much.
+    ``send_lag_p99_s``: the latest 1% of requests, after their time. ``late_share``: the share of the run, warm-up
+    included, in which the event loop was later than ``late_s``.
     """
 
     send_lag_p99_s: float = 0.010
@@ -59,176 +71,164 @@ BUDGET: Final = ErrorBudget()
 LITTLE_TOLERANCE: Final = 0.1
 
 
-def summarise(run: Run, slo: Mapping[str, float] | None = None, budget: ErrorBudget = BUDGET) -> dict[str, Any]:
-    """All figures of a run, as JSON.
+# --- the requests of one window ---------------------------------------------------------
+
+
+class Samples(Protocol):
+    """Takes ``n`` samples of a value at a time."""
+
+    def add(self, t: float, value: float, n: int = 1) -> None:
+        """Note them."""
+
+
+class SampleList(list[float]):
+    """Every sample, whenever it was taken."""
+
+    def add(self, t: float, value: float, n: int = 1) -> None:
+        """Note ``n`` samples of this value."""
+        self.extend([value] * n)
+
+
+class WindowScores:
+    """Figures of the requests of one window, added in lists as they end; each metric is computed once a request.
 
     Args:
-        run: as it was measured or loaded.
-        slo: limits in seconds, as :func:`nanoinfer.bench.slo.parse_slo` gives them; without, no goodput.
-        budget: what the client may add.
-
-    Raises:
-        NanoinferError: traces whose clock ran backwards, a limit on an unknown metric.
+        start: of the measured window, in seconds; what was due earlier is warm-up.
+        end: of it; what is due later counts as load and not in latencies.
+        slo: limits in seconds, for goodput.
+        figures: samples by name: metrics of a request, :data:`GAPS` and :data:`DELAYS`.
+        verdicts: a sample a judged request: 1 for a good one, 0 for a bad one.
+        interrupted: cancelled requests were cut short by Ctrl-C, which is no fault of the server: none is judged.
     """
-    due = run.measured()
-    # Ctrl-C is no fault of the server: what it cut short says nothing.
-    judged = [trace for trace in due if not (run.interrupted and trace.status == "cancelled")]
-    estimated = sum(trace.estimated for trace in judged)
-    failures = Counter(trace.error or trace.status for trace in judged if trace.status != "ok")
-    record: dict[str, Any] = {
-        "load": run.settings,
-        "window": {"start_s": run.start, "end_s": run.end, "seconds": run.end - run.start},
-        "interrupted": run.interrupted,
-        "requests": {
-            "attempted": len(judged),
-            "ok": sum(trace.status == "ok" for trace in judged),
-            "by_status": dict(Counter(trace.status for trace in judged)),
-            "failures": dict(failures.most_common()),
-            "warmup": sum(trace.t_scheduled < run.start for trace in run.traces),
-            "cut_short": len(due) - len(judged),
-        },
-        "tokens": {
-            "prompt": _known(trace.prompt_tokens for trace in judged if trace.token_chunks),
-            "output": sum(metrics.output_tokens(trace) for trace in judged) if judged else None,
-            "estimated_requests": estimated,
-        },
-        "latency": {
-            **{name: _per_request(judged, name) for name in METRICS},
-            **{name: _pooled(judged, name) for name in POOLED},
-            "client_delay": _figure("client_delay", [metrics.client_delay(trace) for trace in judged]),
-        },
-        "rates": _rates(run, bool(estimated)),
-        "concurrency": _concurrency(run),
-        "goodput": _goodput(run, judged, slo) if slo else None,
-        "client": _client(run, judged, budget.late_s),
-        "provenance": run.provenance,
-    }
-    for name in COUNTED:
-        record["latency"][name]["estimated_requests"] = estimated
-    record["beyond_budget"] = list(_beyond(record, budget))
-    record["notes"] = list(_notes(record))
-    return record
+
+    def __init__(
+        self,
+        start: float,
+        end: float,
+        slo: Mapping[str, float] | None,
+        figures: Mapping[str, Samples],
+        verdicts: Samples,
+        interrupted: bool = False,
+    ) -> None:
+        self.start, self.end, self.slo, self.interrupted = start, end, slo or {}, interrupted
+        self.width = end - start
+        self.figures, self.verdicts = figures, verdicts
+        self.metrics = {name: metrics.metric_named(name) for name in dict.fromkeys([*METRICS, *self.slo])}
+        self.undefined = dict.fromkeys(figures, 0)
+        self.broken_by = dict.fromkeys(self.slo, 0)
+        self.due = self.warmup = self.late = self.failed = self.good = self.excluded = self.good_tokens = 0
+        self.output_tokens = 0
+        self.concurrency = self.sent_per_s = self.in_system = 0.0
+
+    def add(self, traces: Sequence[Trace]) -> metrics.Throughput | None:
+        """Note requests that have ended. Returns their rates; ``None`` without any, or without a window."""
+        for trace in traces:
+            self.warmup += trace.t_scheduled < self.start
+            self.late += trace.t_scheduled >= self.end
+            if self.is_judged(trace):
+                self._add_due(trace)
+        if not traces or self.width <= 0:
+            return None
+        law = metrics.little(traces, self.start, self.end)
+        self.concurrency += law.concurrency
+        self.sent_per_s += law.rate
+        self.in_system += law.rate * law.time
+        return metrics.throughput(traces, self.start, self.end)
+
+    def is_judged(self, trace: Trace) -> bool:
+        """Whether a request was due inside the window and not cut short."""
+        is_due = self.start <= trace.t_scheduled < self.end
+        return is_due and not (self.interrupted and trace.status == "cancelled")
+
+    def _add_due(self, trace: Trace) -> None:
+        t = trace.t_scheduled
+        self.due += 1
+        self.output_tokens += metrics.output_tokens(trace)
+        for name in DELAYS.keys() & self.figures.keys():
+            self.figures[name].add(t, DELAYS[name](trace))
+        if trace.status != "ok":
+            self.failed += 1
+            self.verdicts.add(t, 0.0)
+            return
+        values = {name: metric(trace) for name, metric in self.metrics.items()}
+        for name in METRICS:
+            if name not in self.figures:
+                continue
+            if (value := values[name]) is None:
+                self.undefined[name] += 1
+            else:
+                self.figures[name].add(t, value)
+        for name in GAPS.keys() & self.figures.keys():
+            for value, n in GAPS[name](trace):
+                self.figures[name].add(t, value, n)
+        self._judge(trace, [(name, values[name], limit) for name, limit in self.slo.items()])
+
+    def _judge(self, trace: Trace, limits: Sequence[tuple[str, float | None, float]]) -> None:
+        """As :func:`~nanoinfer.measure.metrics.goodput`: excluded is what breaks no limit but lacks a value for one."""
+        broken = [name for name, value, limit in limits if value is not None and value > limit]
+        for name in broken:
+            self.broken_by[name] += 1
+        if not broken and any(value is None for _, value, _ in limits):
+            self.excluded += 1
+            return
+        self.verdicts.add(trace.t_scheduled, float(not broken))
+        if not broken:
+            self.good += 1
+            self.good_tokens += metrics.output_tokens(trace)
+
+    def little(self) -> dict[str, Any]:
+        """Little's law over the window."""
+        error = abs(self.concurrency - self.in_system)
+        return {
+            "definition": DEFINITIONS["little"],
+            "rate_per_s": self.sent_per_s,
+            "time_s": self.in_system / self.sent_per_s if self.sent_per_s else 0.0,
+            "error": error,
+            "relative_error": error / self.concurrency if self.concurrency else None,
+        }
+
+    def goodput(self, interval: tuple[float, float] | None) -> dict[str, Any] | None:
+        """Goodput with the share's interval; ``None`` without limits."""
+        if not self.slo:
+            return None
+        judged, is_rate = self.due - self.excluded, self.width > 0
+        return {
+            "definition": DEFINITIONS["goodput"],
+            "slo_s": dict(self.slo),
+            "share": self.good / judged if judged else None,
+            "interval": interval,
+            "good": self.good,
+            "attempted": self.due,
+            "excluded": self.excluded,
+            "broken_by": self.broken_by,
+            "requests_s": self.good / self.width if is_rate else None,
+            "tok_s": self.good_tokens / self.width if is_rate else None,
+        }
 
 
-# --- latencies ----------------------------------------------------------------------
-
-
-def _per_request(traces: Sequence[Trace], name: str) -> dict[str, Any]:
-    found = metrics.collect(traces, name)
-    figure = _figure(name, found.values) | {"undefined": found.undefined, "failed": found.failed}
-    adjusted = sorted(metrics.collect(traces, name, failed_as_infinite=True).values)
-    return figure | {"adjusted": {f"p{q:g}": _json(percentile(adjusted, q)) for q in (50.0, *TAILS)}}
-
-
-def _pooled(traces: Sequence[Trace], name: str) -> dict[str, Any]:
-    """Gaps of one request hang together, so the pool has no interval; TPOT is the figure that has one."""
-    good = [trace for trace in traces if trace.status == "ok"]
-    figure = _figure(name, [value for trace in good for value in POOLED[name](trace)], independent=False)
-    return figure | {"requests": len(good)}
-
-
-def _figure(name: str, values: Sequence[float], independent: bool = True) -> dict[str, Any]:
-    """One figure in seconds. The intervals hold with 95%; ``too_small`` names what ``n`` cannot support."""
-    ordered = sorted(values)
-    found = summarize(ordered)
-    points = {"median": found.median, "p90": found.p90, "p95": found.p95, "p99": found.p99}
-    intervals = {f"p{q:g}": percentile_interval(ordered, q, found.confidence) for q in TAILS}
+def figure(
+    name: str, n: int, mean: float | None, std: float | None, ends: Sequence[float | None], points: Sequence[Interval]
+) -> dict[str, Any]:
+    """One figure in seconds: ``ends`` are its extremes, ``points`` the median and the :data:`TAILS`."""
+    percentiles = dict(zip(("median", *(f"p{q:g}" for q in TAILS)), points, strict=True))
     return {
         "definition": DEFINITIONS[name],
         "unit": "s",
-        "n": found.n,
-        "mean": found.mean,
-        "std": found.std,
-        "min": found.minimum,
-        **points,
-        "max": found.maximum,
-        "confidence": found.confidence,
-        "intervals": {"median": (found.low, found.high), **intervals} if independent else None,
-        "too_small": list(found.too_small),
+        "n": n,
+        "mean": mean,
+        "std": std,
+        "min": ends[0],
+        **{key: point.value for key, point in percentiles.items()},
+        "max": ends[1],
+        "confidence": CONFIDENCE,
+        "intervals": {key: (point.low, point.high) for key, point in percentiles.items()},
     }
 
 
-def _json(value: float | None) -> float | str | None:
-    """JSON has no infinity."""
-    return "inf" if value == math.inf else value
-
-
-def _known(counts: Iterable[int]) -> int | None:
-    """The sum, where each is known: no prompt has 0 tokens, so a 0 is a server that did not say."""
-    found = list(counts)
-    return sum(found) if found and all(found) else None
-
-
-# --- rates and goodput --------------------------------------------------------------
-
-
-def _rates(run: Run, estimated: bool) -> dict[str, Any]:
-    names = {
-        "output_tok_s": "throughput",
-        "requests_s": "request_rate",
-        "input_tok_s": "input_rate",
-        "drained_tok_s": "drained_throughput",
-        "peak_tok_s": "peak_throughput",
-    }
-    values: dict[str, float | None] = dict.fromkeys(names)
-    if run.traces and run.end > run.start:
-        found = metrics.throughput(run.traces, run.start, run.end)
-        prompts = _known(trace.prompt_tokens for trace in run.traces if trace.token_chunks)
-        values = {
-            "output_tok_s": found.output_tok_s,
-            "requests_s": found.requests_s,
-            "input_tok_s": None if prompts is None else found.input_tok_s,
-            "drained_tok_s": found.drained_tok_s,
-            "peak_tok_s": metrics.peak_throughput(run.traces, run.start, run.end),
-        }
-    return {
-        key: {
-            "definition": DEFINITIONS[name],
-            "unit": "requests/s" if key == "requests_s" else "tok/s",
-            "value": values[key],
-            "estimated": estimated and key in ("output_tok_s", "drained_tok_s", "peak_tok_s"),
-        }
-        for key, name in names.items()
-    }
-
-
-def _concurrency(run: Run) -> dict[str, Any]:
-    record: dict[str, Any] = {"definition": DEFINITIONS["concurrency"], "mean": None, "little": None}
-    if run.traces and run.end > run.start:
-        law = metrics.little(run.traces, run.start, run.end)
-        record["mean"] = law.concurrency
-        record["little"] = {
-            "definition": DEFINITIONS["little"],
-            "rate_per_s": law.rate,
-            "time_s": law.time,
-            "error": law.error,
-            "relative_error": law.error / law.concurrency if law.concurrency else None,
-        }
-    return record
-
-
-def _goodput(run: Run, traces: Sequence[Trace], slo: Mapping[str, float]) -> dict[str, Any]:
-    record: dict[str, Any] = {"definition": DEFINITIONS["goodput"], "slo_s": dict(slo)}
-    is_window = run.end > run.start
-    found = metrics.goodput(traces, slo, run.start, run.end if is_window else run.start + 1)
-    broken = {name: sum(_breaks(trace, name, limit) for trace in traces) for name, limit in slo.items()}
-    judged = found.attempted - found.excluded
-    return record | {
-        "share": found.share,
-        "interval": wilson(found.good, judged) if judged else None,
-        "good": found.good,
-        "attempted": found.attempted,
-        "excluded": found.excluded,
-        "failed": sum(trace.status != "ok" for trace in traces),
-        "broken_by": broken,
-        "requests_s": found.requests_s if is_window and traces else None,
-        "tok_s": found.tok_s if is_window and traces else None,
-    }
-
-
-def _breaks(trace: Trace, name: str, limit: float) -> bool:
-    value = metrics.metric_named(name)(trace) if trace.status == "ok" else None
-    return value is not None and value > limit
+def rate(key: str, value: float | None) -> dict[str, Any]:
+    """One rate over the window."""
+    definition, unit = RATES[key]
+    return {"definition": DEFINITIONS[definition], "unit": unit, "value": value}
 
 
 def wilson(good: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -239,32 +239,119 @@ def wilson(good: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-# --- the client ---------------------------------------------------------------------
+# --- a run ------------------------------------------------------------------------------
 
 
-def _client(run: Run, traces: Sequence[Trace], late_s: float) -> dict[str, Any]:
-    """How late requests were sent, and how late the event loop ran from the run's first moment to its last."""
-    lags, stalls = [metrics.client_delay(trace) for trace in traces], run.client.loop_stalls_s
-    return {
-        "send_lag": {"definition": DEFINITIONS["client_delay"], **_tail(lags)},
-        "loop_stalls": {
-            "definition": DEFINITIONS["loop_stalls"],
-            **_tail(stalls),
-            "late_share": _late_share(stalls, late_s, max([run.end, *(t.t_end or 0.0 for t in run.traces)])),
+def summarise(run: Run, slo: Mapping[str, float] | None = None, budget: ErrorBudget = BUDGET) -> dict[str, Any]:
+    """All figures of a run, as JSON.
+
+    Args:
+        slo: limits in seconds, as :func:`nanoinfer.bench.slo.parse_slo` gives them; without, no goodput.
+
+    Raises:
+        NanoinferError: traces whose clock ran backwards, a limit on an unknown metric.
+    """
+    samples = {name: SampleList() for name in (*METRICS, *GAPS, "client_delay")}
+    scores = WindowScores(run.start, run.end, slo, samples, SampleList(), run.interrupted)
+    throughput = scores.add(run.traces)
+    judged = [trace for trace in run.traces if scores.is_judged(trace)]
+    statuses = Counter(trace.status for trace in judged)
+    estimated = sum(trace.estimated for trace in judged)
+    n_judged = scores.due - scores.excluded
+    goodput = scores.goodput(wilson(scores.good, n_judged) if n_judged else None)
+    if goodput is not None:
+        goodput |= {"failed": scores.failed}
+        if not run.traces:
+            goodput |= {"requests_s": None, "tok_s": None}
+    record: dict[str, Any] = {
+        "load": run.settings,
+        "window": {"start_s": run.start, "end_s": run.end, "seconds": run.end - run.start},
+        "interrupted": run.interrupted,
+        "requests": {
+            "attempted": scores.due,
+            "ok": statuses["ok"],
+            "by_status": dict(statuses),
+            "failures": dict(Counter(t.error or t.status for t in judged if t.status != "ok").most_common()),
+            "warmup": scores.warmup,
+            "cut_short": len(run.traces) - scores.warmup - scores.late - scores.due,
         },
+        "tokens": {
+            "prompt": _known_prompts(judged),
+            "output": scores.output_tokens if judged else None,
+            "estimated_requests": estimated,
+        },
+        "latency": {name: _run_figure(name, scores, samples[name]) for name in samples},
+        "rates": _rates(run, throughput, bool(estimated)),
+        "concurrency": {
+            "definition": DEFINITIONS["concurrency"],
+            "mean": None if throughput is None else scores.concurrency,
+            "little": None if throughput is None else scores.little(),
+        },
+        "goodput": goodput,
+        "client": _client(run, samples["client_delay"], budget.late_s),
+        "provenance": run.provenance,
+    }
+    for name in COUNTED:
+        record["latency"][name]["estimated_requests"] = estimated
+    record["beyond_budget"] = list(_beyond(record, budget))
+    record["notes"] = list(_notes(record))
+    return record
+
+
+def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str, Any]:
+    """Percentiles of all samples with exact intervals for independent ones."""
+    values.sort()
+    s = summarize(values, CONFIDENCE)
+    tails = zip((s.p90, s.p95, s.p99), TAILS, strict=True)
+    points = [Interval(value, *percentile_interval(values, q, CONFIDENCE)) for value, q in tails]
+    record = figure(name, s.n, s.mean, s.std, (s.minimum, s.maximum), [Interval(s.median, s.low, s.high), *points])
+    record["too_small"] = list(s.too_small)
+    if name in GAPS:
+        # Gaps of one request are correlated, so the pool has no interval; TPOT is the figure that has one.
+        return record | {"intervals": None, "requests": scores.due - scores.failed}
+    if name in DELAYS:
+        return record
+    # Failed requests are counted, not mixed in: a fast refusal is no low latency.
+    adjusted = [*values, *[math.inf] * scores.failed]
+    at = {f"p{q:g}": percentile(adjusted, q) for q in (50.0, *TAILS)}
+    return record | {
+        "undefined": scores.undefined[name],
+        "failed": scores.failed,
+        "adjusted": {key: "inf" if value == math.inf else value for key, value in at.items()},  # JSON has no infinity
+    }
+
+
+def _known_prompts(traces: Iterable[Trace]) -> int | None:
+    """Prompt tokens, where each count is known: no prompt has 0 tokens, so a 0 is a server that did not send it."""
+    counts = [trace.prompt_tokens for trace in traces if trace.token_chunks]
+    return sum(counts) if counts and all(counts) else None
+
+
+def _rates(run: Run, throughput: metrics.Throughput | None, is_estimated: bool) -> dict[str, Any]:
+    values: dict[str, float | None] = dict.fromkeys(RATES)
+    if throughput is not None:
+        values |= {key: getattr(throughput, key) for key in values if key != "peak_tok_s"}
+        values["peak_tok_s"] = metrics.peak_throughput(run.traces, run.start, run.end)
+        if _known_prompts(run.traces) is None:
+            values["input_tok_s"] = None
+    counted = ("output_tok_s", "drained_tok_s", "peak_tok_s")
+    return {key: rate(key, value) | {"estimated": is_estimated and key in counted} for key, value in values.items()}
+
+
+def _client(run: Run, send_lags: Sequence[float], late_s: float) -> dict[str, Any]:
+    """How late requests were sent, and how late the event loop ran from the run's first moment to its last."""
+    stalls, seconds = run.client.loop_stalls_s, max([run.end, *(t.t_end or 0.0 for t in run.traces)])
+    is_known = bool(stalls) and seconds > 0
+    late_share = math.fsum(stall for stall in stalls if stall > late_s) / seconds if is_known else None
+    return {
+        "send_lag": {"definition": DEFINITIONS["client_delay"], **_tail(send_lags)},
+        "loop_stalls": {"definition": DEFINITIONS["loop_stalls"], **_tail(stalls), "late_share": late_share},
     }
 
 
 def _tail(values: Sequence[float]) -> dict[str, Any]:
-    ordered = sorted(values)
-    tail = {f"p{q}_s": percentile(ordered, q) for q in (50, 99)}
-    return {"n": len(ordered), **tail, "max_s": ordered[-1] if ordered else None}
-
-
-def _late_share(stalls: Sequence[float], late_s: float, seconds: float) -> float | None:
-    if not stalls or seconds <= 0:
-        return None
-    return math.fsum(stall for stall in stalls if stall > late_s) / seconds
+    tail = {f"p{q}_s": percentile(values, q) for q in (50, 99)}
+    return {"n": len(values), **tail, "max_s": max(values, default=None)}
 
 
 def _beyond(record: Mapping[str, Any], budget: ErrorBudget) -> Iterable[str]:

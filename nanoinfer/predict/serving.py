@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from nanoinfer.bench.collect import Collector
+from nanoinfer.bench.simulation import SimulationScores
 from nanoinfer.bench.slo import parse_slo
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.configs.config import ModelConfig
@@ -81,15 +81,14 @@ class SimulatedService:
         """An empty replica's."""
         return Scheduler(BlockPool(self.blocks, self.block, share_prefixes=False), self.max_running, self.token_budget)
 
-    def run(self, load: SimulatedLoad, rate: float, slo: Mapping[str, float] | None) -> Collector:
+    def run(self, load: SimulatedLoad, rate: float, slo: Mapping[str, float] | None) -> SimulationScores:
         """Serve the load; figures are of the time from the end of the warm-up until the last request is expected."""
         expected = load.requests / rate
-        collector = Collector(WARMUP * expected, expected, self.blocks, slo, self.replicas)
+        scores = SimulationScores(WARMUP * expected, expected, self.blocks, slo, self.replicas)
         for replica in range(self.replicas):
             turn = islice(load.works(rate), replica, None, self.replicas)
-            for trace in simulated(turn, self.scheduler(), self.times, collector.span):
-                collector.trace(trace)
-        return collector
+            scores.add_all(simulated(turn, self.scheduler(), self.times, scores.add_span))
+        return scores
 
 
 def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
@@ -125,7 +124,7 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
         options.replicas,
     )
     service.scheduler().refuse(prompts.high + outputs.high - 1)
-    collector = service.run(load, rate, slo)
+    scores = service.run(load, rate, slo)
     record = {
         "model": model_row(options.model, config),
         "machine": machine_row(target, machine, options.tp * options.replicas, dtype)
@@ -146,8 +145,8 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
             "output_tokens": str(outputs),
             "seed": options.seed,
         },
-        **collector.record(),
-        "highest_rate": highest_rate(lambda r: service.run(load, r, slo).share, rate, options.share)
+        **scores.record(),
+        "highest_rate": highest_rate(lambda r: service.run(load, r, slo).good_share, rate, options.share)
         if options.find
         else None,
     }

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nanoinfer.bench import lens_rules
-from nanoinfer.bench.lens import Cell, LensTable, Row, inverted, lens, linear, show_lens, truncated
-from nanoinfer.bench.lens_parts import SENT, Stream
+from nanoinfer.bench.lens import FrameStream, LensCell, LensRow, LensTable, inverted, lens, linear, show_lens, truncated
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import percentile
@@ -36,11 +34,11 @@ EXAMPLE = made((30, 0, "role"), *[(100 + 60 * i, 3, "content") for i in range(6)
 UNTOLD = replace(EXAMPLE, chunks=EXAMPLE.chunks[:-1], kinds=[])
 
 
-def rows(table: LensTable) -> dict[str, Row]:
+def rows(table: LensTable) -> dict[str, LensRow]:
     return {row.title: row for row in table.rows}
 
 
-def in_ms(cell: Cell | None, part: str = "mean") -> float | None:
+def in_ms(cell: LensCell | None, part: str = "mean") -> float | None:
     value = None if cell is None else getattr(cell, part)
     return None if value is None else round(value * 1e3, 1)
 
@@ -59,11 +57,11 @@ GOLDEN: dict[str, tuple[float | None, ...]] = {
     "inference-perf, since #410 (April 2026)": (100.0, 17.6, 17.6, 0.0, 450.0, 40.0),
     "llmperf, main, at the commits below": (100.0, None, 22.2, 22.2, 450.0, 40.0),
     "MLPerf LoadGen, server scenario, token latencies": (100.0, 17.6, None, None, 400.0, 45.0),
-    "in the wild, no tool claimed": (None, 24.7, 50.0, 50.0, None, None),
+    "other common definitions, no tool claimed": (None, 24.7, 50.0, 50.0, None, None),
 }
 
 
-def seen(row: Row) -> tuple[float | None, ...]:
+def seen(row: LensRow) -> tuple[float | None, ...]:
     ttft, tpot, itl, e2e = (row.cells.get(name) for name in ("ttft", "tpot", "itl", "e2e"))
     rate = row.cells.get("throughput")
     tokens_s = None if rate is None or rate.mean is None else round(rate.mean, 1)
@@ -86,7 +84,7 @@ def test_the_figures_of_the_example_to_the_last_digit() -> None:
                 (0.4 - 0.1) / 17,  # LoadGen
                 (0.4 - 0.03) / 17,  # vLLM since September 2026
                 (0.42 - 0.03) / 17,  # vLLM before
-                (0.45 - 0.03) / 17,  # in the wild
+                (0.45 - 0.03) / 17,  # the other common definition
                 *[(0.45 - 0.1) / 17] * 3,  # vLLM from April 2024, SGLang twice
                 (0.4 - 0) / 18,  # GuideLLM
             ]
@@ -246,12 +244,13 @@ def test_throughput_of_a_run() -> None:
 
 def test_every_claimed_rule_names_where_it_was_read() -> None:
     place = re.compile(r"https://github\.com/[\w-]+/[\w.-]+/(blob/[0-9a-f]{40}/[\w./-]+|pull/\d+)")
-    for tool in lens_rules.TOOLS:
-        claimed = tool.name not in ("nanoinfer", "in the wild")
-        assert bool(tool.sources) == claimed
-        assert all(place.fullmatch(source) for source in tool.sources), tool.sources
-        assert all(len(figure.rule) > 10 for figure in tool.figures.values())
-    assert {tool.name.split()[0] for tool in lens_rules.TOOLS} >= {
+    table = lens([EXAMPLE])
+    for row in table.rows:
+        claimed = row.tool not in ("nanoinfer", "other common definitions")
+        assert bool(row.sources) == claimed
+        assert all(place.fullmatch(source) for source in row.sources), row.sources
+        assert all(len(cell.rule) > 10 for cell in row.cells.values())
+    assert {row.tool.split()[0] for row in table.rows} >= {
         *("vLLM", "SGLang", "GuideLLM", "AIPerf", "inference-perf", "llmperf", "MLPerf")
     }
 
@@ -307,6 +306,6 @@ def test_what_cannot_be_looked_at() -> None:
 
 
 def test_an_in_process_trace_ends_with_its_last_token() -> None:
-    stream = Stream.of(answer(3, 0.1, 0.1))
+    stream = FrameStream.of(answer(3, 0.1, 0.1))
     assert [frame.kind for frame in stream.frames] == ["content"] * 3 + ["done"]
-    assert SENT.of(stream) == 0.0
+    assert stream.sent == 0.0

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nanoinfer.bench.collect import Collector
+from nanoinfer.bench.simulation import SimulationScores
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cli import app as cli
 from nanoinfer.configs.config import SHAPES
@@ -181,10 +181,10 @@ def test_preemptions_and_a_full_cache_show() -> None:
     assert found["concurrency"]["queued"]["mean"] > 1
 
 
-def test_the_collector_clips_steps_to_its_window() -> None:
-    found = Collector(1.0, 3.0, kv_blocks=10)
-    found.span(Span(0.0, 2.0, steps=4, rows=2, tokens=8, blocks=5))  # half of it inside
-    found.span(Span(2.5, 4.0, steps=3, rows=5, tokens=15, blocks=2))  # a third
+def test_the_scores_clip_steps_to_its_window() -> None:
+    found = SimulationScores(1.0, 3.0, kv_blocks=10)
+    found.add_span(Span(0.0, 2.0, steps=4, rows=2, tokens=8, blocks=5))  # half of it inside
+    found.add_span(Span(2.5, 4.0, steps=3, rows=5, tokens=15, blocks=2))  # a third
     engine = found.record()["engine"]
     assert engine["busy"]["share"] == pytest.approx(0.75)
     assert engine["steps"] == pytest.approx(3.0)
@@ -192,17 +192,17 @@ def test_the_collector_clips_steps_to_its_window() -> None:
     assert engine["kv_used"]["mean"] == pytest.approx((1.0 * 0.5 + 0.5 * 0.2) / 1.5) and engine["kv_used"]["max"] == 0.5
 
 
-def test_the_collector_leaves_out_warm_up_and_late_ones() -> None:
-    found = Collector(1.0, 2.0, 10, {"ttft": 0.5, "tpot": 0.11})
+def test_the_scores_leave_out_warm_up_and_late_ones() -> None:
+    found = SimulationScores(1.0, 2.0, 10, {"ttft": 0.5, "tpot": 0.11})
     for at in (0.9, 1.0, 1.5, 2.0):
         trace = Trace(at, at, t_start=at + 0.25)
         trace.token(at + 0.5)
         trace.token(at + 0.5 + at / 10)
         trace.t_end = at + 0.5 + at / 10
-        found.trace(trace)
+        found.add_all([trace])
     single = Trace(1.2, 1.2, t_start=1.2, t_end=1.3)
     single.token(1.3)
-    found.trace(single)
+    found.add_all([single])
     record = found.record()
     assert record["requests"] == {"measured": 3, "warmup": 1, "after_window": 1}
     assert record["latency"]["wait"]["mean"] == pytest.approx(0.5 / 3)
