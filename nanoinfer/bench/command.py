@@ -6,9 +6,7 @@ import asyncio
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -19,7 +17,7 @@ from rich.text import Text
 from nanoinfer.bench.loadgen import Target, closed_loop, open_loop
 from nanoinfer.bench.options import BenchConfig, LoadPlan
 from nanoinfer.bench.run import Run, save_run
-from nanoinfer.bench.sweep import Sweep, named, sweep
+from nanoinfer.bench.sweep import named, sweep
 from nanoinfer.log import say
 from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now
@@ -61,20 +59,28 @@ async def _measure(plan: LoadPlan, engine: ContinuousEngine | None) -> dict[str,
     config, runs = plan.config, list[Run]()
     # A model in this process is called without a network: what the HTTP client adds plays no part.
     floor = None if config.no_floor or engine is not None else await _floor(plan)
-    async with open_target(config, engine) as target:
+    target = await open_target(config, engine)
 
-        async def level(value: float) -> Run:
-            index = plan.levels.index(value)
-            run = await _load(plan, index, target, None if engine is None else engine.config.vocab_size, floor)
-            runs.append(run)
-            if config.out is not None:  # before anything is made of it
-                save_run(run, config.out / f"level-{value:g}" if config.sweep else config.out)
-            return run
+    async def level(value: float) -> Run:
+        index = plan.levels.index(value)
+        run = await _load(plan, index, target, None if engine is None else engine.config.vocab_size, floor)
+        runs.append(run)
+        if config.out is not None:  # before anything is made of it
+            save_run(run, config.out / f"level-{value:g}" if config.sweep else config.out)
+        return run
 
+    try:
         swept = await sweep(level, plan.levels, plan.slo, kind=plan.kind, needed=config.share)
+    finally:
+        await target.close()
     record = swept.as_dict() if config.sweep else dict(swept.points[0].summary)
     if config.out is not None:
-        _write(config.out, swept if config.sweep else runs[0], record)
+        from nanoinfer.bench.report import html
+
+        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+        write_whole(config.out / "summary.json", text + "\n")
+        write_whole(config.out / "report.html", html(swept if config.sweep else runs[0], record))
+        say(f"kept in {config.out}")
     return record
 
 
@@ -116,23 +122,16 @@ async def _floor(plan: LoadPlan) -> dict[str, Any]:
     return floor.as_json()
 
 
-@asynccontextmanager
-async def open_target(config: BenchConfig, engine: ContinuousEngine | None) -> AsyncIterator[Target]:
+async def open_target(config: BenchConfig, engine: ContinuousEngine | None) -> Target:
     """The server, once it has answered a small request, or the engine in this process."""
-    target: Target
     if engine is not None:
         from nanoinfer.bench.engine_target import EngineTarget
 
-        target = EngineTarget(engine)
-    else:
-        from nanoinfer.bench.client import HttpTarget
+        return EngineTarget(engine)
+    from nanoinfer.bench.client import HttpTarget
 
-        endpoint: Any = config.endpoint  # checked there
-        target = await HttpTarget.connect(config.target, model=config.model, endpoint=endpoint, api_key=config.api_key)
-    try:
-        yield target
-    finally:
-        await target.close()
+    endpoint: Any = config.endpoint  # checked there
+    return await HttpTarget.connect(config.target, model=config.model, endpoint=endpoint, api_key=config.api_key)
 
 
 def load_engine(config: BenchConfig) -> ContinuousEngine:
@@ -152,14 +151,6 @@ def load_engine(config: BenchConfig) -> ContinuousEngine:
     )
     assert isinstance(engine, ContinuousEngine)
     return engine
-
-
-def _write(out: Path, result: Run | Sweep, record: dict[str, Any]) -> None:
-    from nanoinfer.bench.report import html
-
-    write_whole(out / "summary.json", json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    write_whole(out / "report.html", html(result, record))
-    say(f"kept in {out}")
 
 
 class Progress:

@@ -306,6 +306,7 @@ class LoadSession:
             client=ClientHealth([trace.t_sent - trace.t_scheduled for trace in traces], self.stalls),
             interrupted=self.is_interrupted,
             provenance=self.provenance,
+            zero=self.zero,
         )
 
 

@@ -25,7 +25,6 @@ from nanoinfer.errors import NanoinferError, RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import percentile
-from nanoinfer.measure.trace import Trace
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem, schedule_at
 
@@ -118,7 +117,7 @@ async def measure_floor(
         items += schedule_at((WorkItem(f"request {i}", 1) for i in range(max(1, round(rate * seconds)))), offsets)
     provenance()  # looked up once, it is no part of the load
     async with _mock_process() as url:
-        target = _RecordingTarget(url, chunks_s)
+        target = HttpTarget(url, model="mock", extra={"mock": {"ttft": 1 / chunks_s, "gap": 1 / chunks_s}})
         wall, cpu = now(), time.process_time()
         run = await open_loop(target, items)
         wall, cpu = now() - wall, time.process_time() - cpu
@@ -129,8 +128,10 @@ async def measure_floor(
         raise asyncio.CancelledError
     if failed := next((t.error or t.status for t in run.traces if t.status != "ok"), None):
         raise NanoinferError(f"floor: a request to the mock failed ({failed}): that load is too much for this machine")
-    overheads, server_lags = _overheads(target.times, log, chunks_s)
-    total = sum(map(len, target.times.values()))
+    prompts = [str(item.prompt) for item in sorted(items, key=lambda item: item.at)]  # as the traces are sorted
+    times = [[run.zero + t for t, _ in trace.token_chunks] for trace in run.traces]
+    lags = [lag for lag, prompt in zip(run.client.send_lag_s, prompts, strict=True) if prompt.startswith("request")]
+    overheads, server_lags = _overheads(dict(zip(prompts, times, strict=True)), log, chunks_s)
     return Floor(
         rate=rate,
         streams=streams,
@@ -141,10 +142,10 @@ async def measure_floor(
         overhead_p50_s=percentile(overheads, 50),
         overhead_p99_s=percentile(overheads, 99),
         server_lag_p99_s=percentile(server_lags, 99),
-        send_lag_p99_s=percentile(target.lags, 99),
+        send_lag_p99_s=percentile(lags, 99),
         stall_p99_s=percentile(run.client.loop_stalls_s, 99),
         cpu_share=cpu / wall,
-        cpu_chunk_s=cpu / total,
+        cpu_chunk_s=cpu / sum(map(len, times)),
     )
 
 
@@ -164,22 +165,6 @@ def _overheads(read: dict[str, list[float]], log: dict[str, Any], chunks_s: floa
     if overheads and not 0 <= min(overheads) <= max(overheads) < ONE_CLOCK_S:
         raise NanoinferError("floor: the processes of this machine do not share a clock, so there is no telling")
     return overheads, lags
-
-
-class _RecordingTarget(HttpTarget):
-    """Keeps, by prompt, when each chunk with tokens was read, by the clock; and how late requests were sent."""
-
-    def __init__(self, url: str, chunks_s: float) -> None:
-        super().__init__(url, model="mock", extra={"mock": {"ttft": 1 / chunks_s, "gap": 1 / chunks_s}})
-        self.times: dict[str, list[float]] = {}
-        self.lags: list[float] = []
-
-    async def send(self, work: WorkItem, trace: Trace) -> None:
-        """Send as a target does; the trace's times are still the clock's here."""
-        await super().send(work, trace)
-        self.times[str(work.prompt)] = [t for t, _ in trace.token_chunks]
-        if work.output == 1:
-            self.lags.append(trace.t_sent - trace.t_scheduled)
 
 
 @asynccontextmanager

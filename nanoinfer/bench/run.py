@@ -34,6 +34,7 @@ class Run:
         settings: load, target, lengths and seed, as JSON.
         interrupted: Ctrl-C ended it; requests that were under way are ``cancelled``.
         provenance: machine, versions, date, commit.
+        zero: the run's start on this machine's clock; not stored.
     """
 
     traces: list[Trace]
@@ -43,6 +44,7 @@ class Run:
     client: ClientHealth
     interrupted: bool = False
     provenance: dict[str, Any] = field(default_factory=dict)
+    zero: float = field(default=0.0, compare=False)
 
     def measured(self) -> list[Trace]:
         """The traces that were due inside the window."""

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +71,10 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     target = Fake()
 
-    @asynccontextmanager
-    async def given(*_: Any) -> AsyncIterator[Fake]:
-        yield target
+    async def open_target(*_: Any) -> Fake:
+        return target
 
-    monkeypatch.setattr(command, "open_target", given)
+    monkeypatch.setattr(command, "open_target", open_target)
     return target
 
 
