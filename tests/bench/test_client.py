@@ -22,7 +22,7 @@ from tests.bench.behaved_mock import QUICK, BehavedMock, ask, mocked
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
 
-def asked(work: WorkItem, endpoint: Any = "completions", /, **behaviour: Any) -> tuple[Trace, HttpTarget, Mock]:
+def answered(work: WorkItem, endpoint: Any = "completions", /, **behaviour: Any) -> tuple[Trace, HttpTarget, Mock]:
     async def scenario() -> tuple[Trace, HttpTarget, Mock]:
         async with mocked(endpoint, **behaviour) as (mock, target):
             return await ask(target, work), target, mock
@@ -62,7 +62,7 @@ def canned(pieces: Sequence[bytes], **options: Any) -> tuple[Trace, HttpTarget]:
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("refuses", [(), ("continuous_usage_stats",), ("continuous_usage_stats", "ignore_eos")])
 def test_tokens_and_not_chunks_are_counted(endpoint: str, refuses: tuple[str, ...]) -> None:
-    trace, _, _ = asked(WorkItem("one two three", 10), endpoint, chunk_tokens=4, refuses=refuses)
+    trace, _, _ = answered(WorkItem("one two three", 10), endpoint, chunk_tokens=4, refuses=refuses)
     assert [n for _, n in trace.token_chunks] == [4, 4, 2]
     assert (trace.output_tokens, trace.prompt_tokens, trace.status, trace.estimated) == (10, 3, "ok", False)
     opening = ["role"] if endpoint == "chat" else []
@@ -70,7 +70,7 @@ def test_tokens_and_not_chunks_are_counted(endpoint: str, refuses: tuple[str, ..
 
 
 def test_what_was_served_counts_and_not_what_was_asked_for() -> None:
-    trace, _, _ = asked(WorkItem("Hello", 10), cut_after=3)
+    trace, _, _ = answered(WorkItem("Hello", 10), cut_after=3)
     assert (trace.output_tokens, trace.status, trace.error) == (3, "error", "cut off")
     frames = [b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n']
     trace, _ = canned([HEAD, *frames, b"data: [DONE]\n\n"])  # three of the five that were asked for
@@ -78,13 +78,13 @@ def test_what_was_served_counts_and_not_what_was_asked_for() -> None:
 
 
 def test_a_server_that_tells_no_usage_is_estimated() -> None:
-    trace, _, _ = asked(WorkItem("Hello", 8), chunk_tokens=4, usage="never")
+    trace, _, _ = answered(WorkItem("Hello", 8), chunk_tokens=4, usage="never")
     # Two chunks of 16 characters: by four characters a token.
     assert ([n for _, n in trace.token_chunks], trace.output_tokens, trace.estimated) == ([4, 4], 8, True)
 
 
 def test_the_role_is_no_token_and_reasoning_is() -> None:
-    trace, _, _ = asked(WorkItem("Hello", 3), "chat", reasoning=2, ttft=0.02)
+    trace, _, _ = answered(WorkItem("Hello", 3), "chat", reasoning=2, ttft=0.02)
     assert trace.kinds == ["role", "reasoning", "reasoning", "content", "finish", "usage", "done"]
     assert [n for _, n in trace.chunks] == [0, 1, 1, 1, 0, 0, 0]
     assert trace.token_chunks[0][0] - trace.t_sent >= 0.02
@@ -93,8 +93,8 @@ def test_the_role_is_no_token_and_reasoning_is() -> None:
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_bytes_cut_anywhere(size: int) -> None:
     frames = [
-        {"choices": [{"text": said}], "usage": {"completion_tokens": n}}
-        for n, said in enumerate(("é\n\n", "\U0001f999"), 1)
+        {"choices": [{"text": text}], "usage": {"completion_tokens": n}}
+        for n, text in enumerate(("é\n\n", "\U0001f999"), 1)
     ]
     body = (
         b"".join(f"data: {json.dumps(frame, ensure_ascii=False)}\r\n\r\n".encode() for frame in frames)
@@ -105,11 +105,11 @@ def test_bytes_cut_anywhere(size: int) -> None:
     assert (trace.status, trace.output_tokens) == ("ok", 2)
 
 
-# --- what is asked ----------------------------------------------------------------------
+# --- the request ----------------------------------------------------------------------------
 
 
 def test_the_request() -> None:
-    _, _, mock = asked(WorkItem([5, 6, 7], 4))
+    _, _, mock = answered(WorkItem([5, 6, 7], 4))
     (seen,) = mock.log
     assert seen.prompt == "5 6 7"
     wanted = {"include_usage": True, "continuous_usage_stats": True}
@@ -200,7 +200,7 @@ def test_the_key_is_sent_and_stored_nowhere() -> None:
     ],
 )
 def test_what_the_server_does_wrong_is_in_the_trace(behaviour: Any, status: str, error: str, tokens: int) -> None:
-    trace, target, _ = asked(WorkItem("Hello", 5), **behaviour)
+    trace, target, _ = answered(WorkItem("Hello", 5), **behaviour)
     assert (trace.status, trace.error, trace.output_tokens) == (status, error, tokens)
     assert trace.t_end is not None and set(target.messages) == {error}
 
@@ -227,7 +227,7 @@ def test_servers_that_do_not_speak_the_protocol(reply: bytes, error: str) -> Non
     assert target.messages[error]
 
 
-def test_nobody_there() -> None:
+def test_no_server_there() -> None:
     async def scenario() -> Trace:
         server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -283,7 +283,7 @@ def test_no_cap_on_connections() -> None:
 
 
 def test_a_connection_is_used_again() -> None:
-    """Though the body ends a moment behind the answer."""
+    """Though the body ends a moment after the answer."""
     connections = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

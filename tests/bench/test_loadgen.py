@@ -94,7 +94,7 @@ def test_a_stall_is_felt_by_all_who_were_due(clock: Clock) -> None:
     run = clock.run(open_loop(one_at_a_time_with_a_stall(), evenly(50, 500)))
     assert [t.t_scheduled for t in run.traces] == pytest.approx([i / 50 for i in range(500)], abs=NEAR)
     assert [t.t_sent for t in run.traces] == pytest.approx([i / 50 for i in range(500)], abs=1e-3)
-    # The 100th, due at 2, ends at 5; the k-th behind it at 5 + k/100, due at 2 + k/50.
+    # The 100th, due at 2, ends at 5; the k-th after it at 5 + k/100, due at 2 + k/50.
     waits = [value for t in run.traces if (value := metrics.ttft(t)) is not None]
     assert waits[100:400] == pytest.approx([3 - k / 100 for k in range(300)], abs=1e-3)
     assert percentile(waits, 99) == pytest.approx(2.95, abs=1e-3)
@@ -122,7 +122,7 @@ def test_the_schedule_is_absolute(clock: Clock) -> None:
     assert max(run.client.send_lag_s) < 0.001
 
 
-def test_a_client_that_cannot_keep_up_skips_nobody_and_says_how_late_it_was(clock: Clock) -> None:
+def test_a_client_that_cannot_keep_up_skips_no_request_and_says_how_late_it_was(clock: Clock) -> None:
     async def serve(work: WorkItem) -> None:
         clock.block(0.01)  # twice what there is time for
 
@@ -204,7 +204,7 @@ def test_the_same_seed_for_both_is_caught_and_another_stream_is_not(clock: Clock
 
 def test_users_warm_up_and_go_on_without_a_pause(clock: Clock) -> None:
     run = clock.run(closed_loop(taking(1.0), evenly(1, 99), users=3, requests=6, warmup=evenly(1, 4, "w")))
-    # Three warm-up requests at 0, one at 1 beside two measured ones.
+    # Three warm-up requests at 0, one at 1 with two measured ones.
     assert run.start == pytest.approx(1.0, abs=NEAR)
     assert [round(t.t_scheduled, 3) for t in run.traces] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert run.settings["warmup"] == 4 and len(run.measured()) == 6
@@ -221,7 +221,7 @@ def test_each_user_waits_and_thinks(clock: Clock) -> None:
     assert all(metrics.client_delay(t) < NEAR for t in run.traces)
 
 
-def test_so_many_requests_and_no_more(clock: Clock) -> None:
+def test_a_number_of_requests_and_no_more(clock: Clock) -> None:
     target = taking(1.0)
     run = clock.run(closed_loop(target, repeat(WorkItem("p", 1)), users=3, requests=7))
     assert len(run.measured()) == len(target.sent) == 7

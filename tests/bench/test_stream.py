@@ -21,7 +21,7 @@ Frame = tuple[float, Any]
 
 
 def never(text: str) -> int:
-    raise AssertionError(f"the server told its counts, and yet {text!r} was counted again")
+    raise AssertionError(f"the server sent its counts, and yet {text!r} was counted again")
 
 
 def scored(frames: list[Frame], count: Callable[[str], int] = never, *, byte_by_byte: bool = False) -> Trace:
@@ -60,7 +60,7 @@ def last(completion: int) -> dict[str, Any]:
 
 
 DONE = "data: [DONE]\n\n"
-#: The same four chunks, their counts told in four ways.
+#: The same four chunks, their counts sent in four forms.
 SEVERAL: dict[str, list[Frame]] = {
     "usage with each": [
         (0.2, text("A", usage=usage(1))),
@@ -88,10 +88,10 @@ for (_, frame), n in zip(SEVERAL["log-probabilities"], (1, 3, 3, 1), strict=True
     frame["choices"][0]["logprobs"] = {"content": [{"token": "?"}] * n}
 
 
-@pytest.mark.parametrize("way", SEVERAL)
+@pytest.mark.parametrize("form", SEVERAL)
 @pytest.mark.parametrize("byte_by_byte", [False, True])
-def test_several_tokens_in_one_chunk(way: str, byte_by_byte: bool) -> None:
-    trace = scored([*SEVERAL[way], (0.381, last(8)), (0.382, DONE)], byte_by_byte=byte_by_byte)
+def test_several_tokens_in_one_chunk(form: str, byte_by_byte: bool) -> None:
+    trace = scored([*SEVERAL[form], (0.381, last(8)), (0.382, DONE)], byte_by_byte=byte_by_byte)
     assert trace.token_chunks == [(0.2, 1), (0.26, 3), (0.32, 3), (0.38, 1)]
     assert (trace.output_tokens, trace.prompt_tokens, trace.estimated) == (8, 5, False)
     assert metrics.ttft(trace) == 0.2
@@ -157,7 +157,7 @@ def test_a_role_that_carries_usage_is_still_no_token() -> None:
     assert trace.token_chunks == [(0.25, 1)]
 
 
-def test_a_role_beside_its_first_text_is_a_token() -> None:
+def test_a_role_with_its_first_text_is_a_token() -> None:
     trace = scored([(0.1, chat({"role": "assistant", "content": "Hi"})), (0.2, last(1))])
     assert (trace.token_chunks, trace.kinds) == ([(0.1, 1)], ["content", "usage"])
 
@@ -184,7 +184,7 @@ def test_tokens_without_a_text_count_when_they_came() -> None:
     assert trace.output_tokens == 3
 
 
-def test_usage_beside_the_reason_to_finish_is_not_all_the_tokens_at_once() -> None:
+def test_usage_with_the_reason_to_finish_is_not_all_the_tokens_at_once() -> None:
     trace = scored([(0.1, text("a")), (0.2, text("b")), (0.3, text("", "stop", usage=usage(2))), (0.3, DONE)])
     assert trace.token_chunks == [(0.1, 1), (0.2, 1)]
 
@@ -231,7 +231,7 @@ def test_usage_that_tells_nothing(odd: Any) -> None:
     assert (trace.token_chunks, trace.output_tokens, trace.estimated) == ([(0.1, 1)], 1, True)
 
 
-def test_an_answer_cut_off_keeps_what_usage_told() -> None:
+def test_an_answer_cut_off_keeps_the_usage_so_far() -> None:
     trace = scored([(0.1, text("ab", usage=usage(3))), (0.2, text("cd", usage=usage(5)))])
     assert (trace.token_chunks, trace.output_tokens, trace.estimated) == ([(0.1, 3), (0.2, 2)], 5, False)
 
@@ -273,7 +273,7 @@ def test_text_that_looks_like_frames_is_text() -> None:
 
 
 @given(st.integers(0, 60), st.lists(st.integers(1, 40), min_size=1, max_size=20))
-def test_shares_add_up_and_nobody_goes_without(total: int, sizes: list[int]) -> None:
+def test_shares_add_up_and_none_is_empty(total: int, sizes: list[int]) -> None:
     shares = apportion(total, sizes)
     assert sum(shares) == total and len(shares) == len(sizes)
     if total >= len(sizes):
@@ -345,7 +345,7 @@ def test_an_event_is_there_with_the_read_that_ends_its_empty_line() -> None:
     assert [events.feed(read) for read in reads] == [[], [], ["aé".encode()], [b"b", b"c"], [b"d"], []]
 
 
-def test_two_line_feeds_behind_a_carriage_return_in_another_read() -> None:
+def test_two_line_feeds_after_a_carriage_return_in_another_read() -> None:
     events = SSEParser()
     assert [events.feed(read) for read in (b"data: a\r", b"", b"\n", b"\n", b"data: b\n\n")] == [
         [],

@@ -31,7 +31,7 @@ class _Leaping(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "everybody waits, and nothing is due"
+            assert timeout is not None, "all tasks wait, and nothing is due"
             self._loop.at += timeout + HAIR
         return ready
 
