@@ -7,7 +7,6 @@ import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
@@ -160,23 +159,18 @@ class Progress:
     line, twice a second at most, over the last thousand requests) and is not moved to a thread, which would take the
     interpreter at a moment of its own choice. What it costs shows among the loop's stalls.
 
-    Args:
-        title: what runs.
-        total: requests that will come, where that is known.
-        stream: standard error if not given. Where it is no terminal, whole lines come out, and fewer.
-        clock: seconds.
+    ``total`` requests will come, where that is known. A ``stream`` that is no terminal gets whole lines, and fewer.
     """
 
     def __init__(
         self, title: str, total: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = now
     ) -> None:
         self.title, self.total = title, total
-        self._stream = sys.stderr if stream is None else stream
-        self._live: Live | None = None
+        self._stream = stream or sys.stderr
+        self._live = None
         if self._stream.isatty():
             console = Console(file=self._stream)
             self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
-        self._every_s = 0.5 if self._live else 5.0
         self._clock, self._begun = clock, clock()
         self._drawn = self._begun
         self._ended: Counter[str] = Counter()
@@ -188,9 +182,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
         if self._ended:
@@ -204,7 +196,7 @@ class Progress:
             for name, values in self._last.items():
                 if (value := metrics.metric_named(name)(trace)) is not None:
                     values.append(value)
-        if (time := self._clock()) - self._drawn >= self._every_s:
+        if (time := self._clock()) - self._drawn >= (0.5 if self._live else 5.0):
             self._drawn = time
             if self._live:
                 self._live.update(Text(self.line(), overflow="ellipsis", no_wrap=True), refresh=True)
