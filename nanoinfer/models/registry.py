@@ -25,8 +25,9 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.models.weights import assemble, load_folder, random_state
 from nanoinfer.sampling.params import check_seed
 from nanoinfer.store import cache_dir, read_json
-from nanoinfer.text.tokenizer import Tokenizer, gguf_eos_ids
-from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder
+from nanoinfer.text import tokenizer_files
+from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder, gguf_eos_ids
 from nanoinfer.theory.parameters import parameters
 
 DEFAULT = "smollm2-135m"
@@ -180,7 +181,7 @@ def _folder(name: str, folder: Path, device: torch.device, dtype: torch.dtype, s
     file = folder / "config.json"
     config = from_hf(read_json(file, ModelError), str(file))
     check_runnable(config, str(folder))
-    tokenizer = _if_supported(folder, lambda: Tokenizer.from_folder(folder))
+    tokenizer = _if_supported(folder, lambda: tokenizer_files.from_folder(folder))
     model = assemble(config, load_folder(folder, config, dtype), device)
     eos_ids = eos_ids_of_folder(folder) if tokenizer is None else tokenizer.eos_ids
     return LoadedModel(name, model, tokenizer, eos_ids, source)
@@ -191,7 +192,7 @@ def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, sourc
     check_runnable(gguf.config, str(path))
     if gguf.config.moe is not None:
         raise ModelError(f"{path}: experts in GGUF files can be counted, not run; take a folder with safetensors")
-    tokenizer = _if_supported(path, lambda: Tokenizer.from_gguf(gguf.meta, path.name))
+    tokenizer = _if_supported(path, lambda: tokenizer_files.from_gguf(gguf.meta, path.name))
     model = assemble(gguf.config, load_gguf(gguf, dtype, cache_dir()), device)
     if (frequencies := inv_freq(gguf)) is not None and isinstance(model, Llama):
         model.set_inv_freq(frequencies.to(device))
@@ -228,14 +229,14 @@ def _random(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> 
 def _random_tokenizer(shape: str, config: ModelConfig) -> Tokenizer | None:
     """The vocabulary that a shape's real model has, if it can be had; token ids do without."""
     if config.vocab_size == 256:
-        return Tokenizer.byte_level()
+        return tokenizer_files.byte_level()
     if shape == DEFAULT and fetch.SMOLLM2.present:
-        return Tokenizer.from_gguf(read_gguf(fetch.SMOLLM2.path).meta, fetch.SMOLLM2.path.name)
+        return tokenizer_files.from_gguf(read_gguf(fetch.SMOLLM2.path).meta, fetch.SMOLLM2.path.name)
     if shape in HUB:
         try:
             ranks = fetch.fetch(fetch.GPT2_RANKS, attempts=1)
             end = {"<|endoftext|>": GPT2_END}
-            return Tokenizer.from_tiktoken(ranks, specials=end, bos_id=GPT2_END, eos_ids=[GPT2_END], name="gpt2")
+            return tokenizer_files.from_tiktoken(ranks, specials=end, bos_id=GPT2_END, eos_ids=[GPT2_END], name="gpt2")
         except (ModelError, TokenizerError) as error:
             warnings.warn(f"no GPT-2 tokenizer, prompts are token ids only: {error}", stacklevel=4)
     return None

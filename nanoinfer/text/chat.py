@@ -1,8 +1,7 @@
 """Chat templates: the jinja2 program that turns messages into one prompt.
 
-A template comes with the weights, from whoever uploaded them: it is a stranger's
-program. It runs in jinja2's immutable sandbox, with the few helpers that Hugging
-Face gives it and nothing else.
+A template comes with the weights and is untrusted. It runs in jinja2's immutable sandbox, with the few helpers that
+Hugging Face gives it and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    """Plain JSON: jinja2's own filter escapes ``<`` and ``&`` for HTML, which a model never saw."""
+    """Plain JSON: jinja2's own filter escapes ``<`` and ``&`` for HTML, which no model was trained on."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -53,10 +52,10 @@ def render(
         TokenizerError: the template itself does not parse.
         RequestError: the template refuses these messages, or fails on them.
     """
-    given: Any = messages  # it may have come from anywhere
-    if not isinstance(given, list | tuple) or not given:
+    conversation: Any = messages  # of a request's body: anything
+    if not isinstance(conversation, list | tuple) or not conversation:
         raise RequestError("a conversation is a list of at least one message")
-    for number, message in enumerate(given, start=1):
+    for number, message in enumerate(conversation, start=1):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise RequestError(f"message {number} needs a 'role' and a 'content', both of them texts")
     try:
@@ -66,13 +65,13 @@ def render(
         raise TokenizerError(f"the model's chat template does not parse ({where})") from None
     try:
         return compiled.render(
-            messages=[dict(message) for message in given],
+            messages=[dict(message) for message in conversation],
             add_generation_prompt=add_generation_prompt,
             bos_token=bos_token,
             eos_token=eos_token,
             tools=None,
             documents=None,
         )
-    except Exception as error:  # a template may fail in any way a program can
+    except Exception as error:  # a template is a program, and may fail like one
         reason = str(error) or type(error).__name__
         raise RequestError(f"the model's chat template refuses these messages: {reason}") from None

@@ -1,6 +1,6 @@
-"""Stop strings: what may be shown now, what must be held back, when to end.
+"""Stop strings: what may be delivered now, what must be held back, when to end.
 
-The answer must not depend on how the text was cut into tokens. So a match counts
+The result must not depend on how the text was split into tokens. So a match counts
 only when no stop string that *starts earlier* can still complete.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    """Feeds on text deltas of one request and lets through what can no longer be part of a stop string."""
+    """Takes the text deltas of one request; passes on what can no longer be part of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
@@ -22,7 +22,7 @@ class StopChecker:
         return self._release(text, final=False)
 
     def finish(self) -> str:
-        """No more text comes: nothing unfinished can complete. Return what was held, up to a match if any."""
+        """The text has ended: return what was held, up to a match if there is one."""
         return self._release("", final=True)
 
     def _release(self, text: str, final: bool) -> str:

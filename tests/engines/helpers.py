@@ -22,7 +22,7 @@ from nanoinfer.engines.request import Completion
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.models.weights import build
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.text import tokenizer_files
 
 GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 12)
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 256, 24, tied=False)
@@ -37,7 +37,7 @@ def tiny(config: ModelConfig, eos: Sequence[int] = (), seed: int = 0) -> LoadedM
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
-    return LoadedModel("tiny", model, Tokenizer.byte_level(), frozenset(eos), "random, for tests")
+    return LoadedModel("tiny", model, tokenizer_files.byte_level(), frozenset(eos), "random, for tests")
 
 
 class Scripted(nn.Module):
@@ -72,7 +72,7 @@ class Scripted(nn.Module):
 
 
 def scripted(text: str | Sequence[int], start: int, eos: Sequence[int] = (), context: int = 64) -> LoadedModel:
-    tokenizer = Tokenizer.byte_level()
+    tokenizer = tokenizer_files.byte_level()
     ids = tokenizer.encode(text) if isinstance(text, str) else text
     return LoadedModel("scripted", Scripted(ids, start, context), tokenizer, frozenset(eos), "scripted, for tests")
 

@@ -192,5 +192,5 @@ def test_a_tokenizer_we_cannot_run_leaves_token_ids(tmp_path: Path) -> None:
         loaded = load_model(str(folder))
     assert loaded.tokenizer is None and loaded.eos_ids == {50256}
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match="not valid JSON"):
+    with pytest.raises(TokenizerError, match="damaged"):
         load_model(str(folder))

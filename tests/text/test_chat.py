@@ -9,6 +9,7 @@ import pytest
 from nanoinfer.errors import RequestError, TokenizerError
 from nanoinfer.models import fetch
 from nanoinfer.models.gguf_file import read_gguf
+from nanoinfer.text import tokenizer_files
 from nanoinfer.text.chat import render
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ def with_template(template: str | None, adds_bos: bool = True) -> Tokenizer:
 
 
 def test_smollm2_template_is_followed() -> None:
-    tokenizer = Tokenizer.from_gguf(read_gguf(fetch.fetch(fetch.SMOLLM2)).meta)
+    tokenizer = tokenizer_files.from_gguf(read_gguf(fetch.fetch(fetch.SMOLLM2)).meta)
     expected = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
