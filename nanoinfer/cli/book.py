@@ -45,7 +45,7 @@ def run(
         if not (name and equals):
             raise typer.BadParameter(f"-p {pair}: give a name and a value, as in -p SEED 1")
         parameters[name] = value
-    from nanoinfer.book.run import run_chapters
+    from nanoinfer.book.execute import run_chapters
 
     run_chapters(Path.cwd(), chapters or None, profile, parameters, fresh)
 
@@ -54,7 +54,7 @@ def run(
 def book(profile: Profile = "laptop", fresh: Fresh = False) -> None:
     """Run every chapter that has no fresh result, then build the book."""
     from nanoinfer.book.build import build_book
-    from nanoinfer.book.run import run_chapters
+    from nanoinfer.book.execute import run_chapters
 
     run_chapters(Path.cwd(), None, profile, {}, fresh)
     build_book(Path.cwd())

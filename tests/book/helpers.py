@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
@@ -51,3 +54,29 @@ def copy_book(target: Path, chapters: list[str]) -> None:
     toc = "format: jb-book\nroot: book/preface\nparts:\n  - caption: All\n    chapters:\n"
     pages = ["      - file: book/setup", *lines, "      - file: book/bibliography"]
     (target / "_toc.yml").write_text(toc + "\n".join(pages) + "\n", encoding="utf-8")
+
+
+class FakeKernel:
+    """Executes a notebook without running it: every run ends as its turn in ``endings`` says, the later ones well."""
+
+    def __init__(self, endings: Sequence[BaseException | None] = ()) -> None:
+        self.endings = list(endings)
+        self.runs: list[tuple[Path, dict[str, Any]]] = []
+
+    def __call__(
+        self,
+        notebook: NotebookNode,
+        output: Path,
+        parameters: Mapping[str, Any],
+        root: Path,
+        on_cell: Callable[..., None],
+    ) -> None:
+        number = len(self.runs)
+        self.runs.append((output, dict(parameters)))
+        executed = copy.deepcopy(notebook)
+        executed.metadata["papermill"] = {"exception": None, "parameters": dict(parameters)}
+        nbformat.write(executed, output)
+        for cell in notebook.cells:
+            on_cell(cell=cell)
+        if (ending := self.endings[number] if number < len(self.endings) else None) is not None:
+            raise ending

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer.book.build import JUPYTER_BOOK, build_book
-from nanoinfer.book.run import run_chapters
+from nanoinfer.book.execute import run_chapters
 from nanoinfer.errors import ChapterError
 from tests.book.helpers import copy_book, write
 
@@ -42,6 +42,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_ran_and_loads_nothing_from_elsewhere(book: Path) -> None:
     site = book / "_build" / "html"
     page = (site / "notebooks" / "01_small.html").read_text("utf8")
@@ -69,6 +70,7 @@ def jupyter_book(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_plain_jupyter_book_refuses_missing_failed_and_stale_chapters(book: Path, tmp_path: Path) -> None:
     copy_book(tmp_path, ["01_small", "02_bad", "03_never"])
     for name in ("notebooks", "_build/executed"):
@@ -89,6 +91,7 @@ def test_plain_jupyter_book_refuses_missing_failed_and_stale_chapters(book: Path
     assert not list((tmp_path / "_build").rglob("*.html"))
 
 
+@pytest.mark.slow
 def test_a_warning_fails_the_build_and_leaves_no_pages(
     book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

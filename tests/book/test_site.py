@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from nanoinfer.book.build import build_book
-from nanoinfer.book.run import run_chapters
+from nanoinfer.book.execute import run_chapters
 from tests.book.helpers import ROOT, copy_book, write
 
 pytestmark = pytest.mark.browser

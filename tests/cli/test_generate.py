@@ -358,7 +358,7 @@ def test_models_lists_every_name() -> None:
 )
 def test_run_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch, pairs: list[str]) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("nanoinfer.book.run.run_chapters", lambda *args: calls.append(args))
+    monkeypatch.setattr("nanoinfer.book.execute.run_chapters", lambda *args: calls.append(args))
     result = run("run", "1", *pairs, "05_kv_cache", "--profile", "smoke", "--fresh")
     assert result.exit_code == 0, result.output
     assert calls == [(Path.cwd(), ["1", "05_kv_cache"], "smoke", {"SEED": "7", "LIST": "a=b"}, True)]
@@ -373,7 +373,7 @@ def test_run_refuses_half_a_parameter(pair: list[str]) -> None:
 
 def test_book_runs_then_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("nanoinfer.book.run.run_chapters", lambda *args: calls.append(f"run {args[2]}"))
+    monkeypatch.setattr("nanoinfer.book.execute.run_chapters", lambda *args: calls.append(f"run {args[2]}"))
     monkeypatch.setattr("nanoinfer.book.build.build_book", lambda root: calls.append("build"))
     assert run("book", "--profile", "smoke").exit_code == 0
     assert calls == ["run smoke", "build"]
@@ -383,6 +383,6 @@ def test_a_failed_chapter_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*args: Any) -> None:
         raise ChapterError("01_naive failed in cell 3")
 
-    monkeypatch.setattr("nanoinfer.book.run.run_chapters", broken)
+    monkeypatch.setattr("nanoinfer.book.execute.run_chapters", broken)
     monkeypatch.setattr("nanoinfer.book.build.build_book", lambda root: pytest.fail("built all the same"))
     fails(run("book"), "cell 3")

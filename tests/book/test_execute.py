@@ -1,4 +1,4 @@
-"""The runner, with real kernels: cases F3, F5 and S7, failures, resuming, dead kernels."""
+"""Running chapters: parameters, failures, resuming, dead kernels; real kernels where they decide, a fake elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from nbclient.exceptions import DeadKernelError
+from papermill.exceptions import PapermillExecutionError
 
 from nanoinfer.book.chapter import executed_path, read_notebook
-from nanoinfer.book.run import run_chapters
+from nanoinfer.book.execute import Execute, execute_notebook, run_chapters
 from nanoinfer.errors import ChapterError, NanoinferError
-from tests.book.helpers import PARAMETERS, write
+from tests.book.helpers import PARAMETERS, FakeKernel, write
 
 
 def outputs(path: Path) -> str:
@@ -51,9 +53,11 @@ def test_a_chapter_runs_in_this_python_from_the_root_and_leaves_no_private_trace
     assert sys.executable in log
     assert "\r" not in log
 
-    assert run_chapters(book, None, "smoke", {"SEED": 1000})[0].status == "fresh"
-    assert run_chapters(book, None, "smoke", {"SEED": 2})[0].status == "done"
-    assert run_chapters(book, None, "smoke", {"SEED": 2}, True)[0].status == "done"
+    fake = FakeKernel()
+    assert run_chapters(book, None, "smoke", {"SEED": 1000}, execute=fake)[0].status == "fresh"
+    assert run_chapters(book, None, "smoke", {"SEED": 2}, execute=fake)[0].status == "done"
+    assert run_chapters(book, None, "smoke", {"SEED": 2}, True, execute=fake)[0].status == "done"
+    assert [parameters["SEED"] for _, parameters in fake.runs] == [2, 2]
     assert json.loads((book / "_build" / "run.json").read_text("utf8"))["seconds"]["smoke"].keys() == {"01_a"}
 
 
@@ -75,25 +79,39 @@ def test_a_failure_names_chapter_cell_and_error_and_the_next_run_resumes_there(
     assert statuses == ["done", "failed"]
 
     write(tmp_path, "02_bad", [])
-    assert [o.status for o in run_chapters(tmp_path, None, "smoke")] == ["fresh", "done", "done"]
+    outcomes = run_chapters(tmp_path, None, "smoke", execute=FakeKernel())
+    assert [o.status for o in outcomes] == ["fresh", "done", "done"]
     assert not list((build / "failed").iterdir())
 
 
-def test_a_chapter_that_fails_later_leaves_no_old_copy_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "execute",
+    [
+        FakeKernel([PapermillExecutionError(0, 0, "raise SystemExit(3)", "SystemExit", "3", [])]),
+        pytest.param(execute_notebook, marks=pytest.mark.slow),
+    ],
+)
+def test_a_chapter_that_fails_later_leaves_no_old_copy_behind(tmp_path: Path, execute: Execute) -> None:
     write(tmp_path, "01_a", [])
-    run_chapters(tmp_path, None, "smoke")
+    run_chapters(tmp_path, None, "smoke", execute=FakeKernel())
     write(tmp_path, "01_a", [("code", "raise SystemExit(3)")])
     with pytest.raises(ChapterError, match="01_a, cell 3 of 3: SystemExit: 3"):
-        run_chapters(tmp_path, None, "smoke")
+        run_chapters(tmp_path, None, "smoke", execute=execute)
     assert not (tmp_path / "_build" / "executed" / "01_a.ipynb").exists()
 
 
-def test_a_dead_kernel_is_tried_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+DEAD = DeadKernelError("Kernel died")
+
+
+@pytest.mark.parametrize(
+    "execute", [FakeKernel([DEAD, None, DEAD, DEAD]), pytest.param(execute_notebook, marks=pytest.mark.slow)]
+)
+def test_a_dead_kernel_is_tried_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str], execute: Execute) -> None:
     once = "import os, pathlib\nmark = pathlib.Path('mark')\nif not mark.exists():\n    mark.touch()\n    os._exit(1)"
     write(tmp_path, "01_once", [("code", once)])
     write(tmp_path, "02_ever", [("code", "import os\nos._exit(1)")])
     with pytest.raises(ChapterError, match="02_ever, cell 3 of 3: the kernel died twice"):
-        run_chapters(tmp_path, None, "smoke")
+        run_chapters(tmp_path, None, "smoke", execute=execute)
     assert "01_once: the kernel died at cell 3 of 3; once more" in capsys.readouterr().out
     assert (tmp_path / "_build" / "executed" / "01_once.ipynb").exists()
 
@@ -120,17 +138,12 @@ def test_a_mistake_is_refused_before_anything_runs(
     assert not (tmp_path / "_build").exists()
 
 
-def test_a_run_that_is_broken_off_keeps_the_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_the_finished_one(tmp_path: Path) -> None:
     write(tmp_path, "01_a", [])
-    run_chapters(tmp_path, None, "smoke")
+    run_chapters(tmp_path, None, "smoke", execute=FakeKernel())
     before = executed_path(tmp_path, "01_a").read_bytes()
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nanoinfer.book.run._execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_chapters(tmp_path, None, "smoke", fresh=True)
+        run_chapters(tmp_path, None, "smoke", fresh=True, execute=FakeKernel([KeyboardInterrupt()]))
     assert executed_path(tmp_path, "01_a").read_bytes() == before
 
 
@@ -139,7 +152,7 @@ def test_a_log_that_cannot_be_written_is_named_and_leaves_no_half(tmp_path: Path
     (log / "in the way").mkdir(parents=True)
     write(tmp_path, "01_a", [])
     with pytest.raises(ChapterError, match=r"run\.json: cannot be written"):
-        run_chapters(tmp_path, None, "smoke")
+        run_chapters(tmp_path, None, "smoke", execute=FakeKernel())
     assert not list(log.parent.glob("*.part"))
 
 
