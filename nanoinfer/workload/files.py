@@ -28,27 +28,24 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\
 _COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise RequestError(f"{path}: not a UTF-8 text") from None
-
-
 def _parse_lines(path: Path, parse: Callable[[str, int], T | None], wanted: str) -> list[T]:
     """What ``parse`` makes of each line that is not blank and its number; None for a line to pass over.
 
     Only a line feed ends a line: U+2028 may be part of a prompt.
 
     Raises:
-        RequestError: naming the line that is not as ``wanted``, or a file that holds nothing.
+        RequestError: naming the line that is not as ``wanted``, or a file that holds nothing or cannot be read.
     """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path}: not a UTF-8 text") from None
     parsed = []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(map(str.strip, lines), start=1):
         try:
-            if line.strip() and (item := parse(line.strip(), number)) is not None:
+            if line and (item := parse(line, number)) is not None:
                 parsed.append(item)
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RequestError(f"{path}, line {number}: {wanted}") from None
@@ -62,9 +59,6 @@ def _length(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError
     return value
-
-
-# --- lengths and prompts --------------------------------------------------------------
 
 
 def read_pairs(path: Path) -> list[tuple[int, int]]:
@@ -107,9 +101,6 @@ def read_prompts(path: Path) -> list[tuple[str, int | None]]:
         return text, None if output is None else _length(output)
 
     return _parse_lines(path, parse, 'not a prompt; write "text" or {"prompt": "text", "output_tokens": 100}')
-
-
-# --- traces to replay -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,11 +194,8 @@ def replayed(
     """
     check("speed-up", speed_up, above=0)
     rng = random.Random(f"{seed}/replay")
-    items = []
-    for entry in entries:
-        prompt = entry.prompt or synthetic_prompt(rng, entry.prompt_tokens or 1, vocab_size)
-        items.append(WorkItem(prompt, entry.output, entry.at / speed_up))
-    return items
+    prompts = (e.prompt or synthetic_prompt(rng, e.prompt_tokens or 1, vocab_size) for e in entries)
+    return [WorkItem(prompt, e.output, e.at / speed_up) for prompt, e in zip(prompts, entries, strict=True)]
 
 
 def gap_rate(entries: Sequence[TraceEntry]) -> float | None:
