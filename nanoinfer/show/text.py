@@ -61,9 +61,14 @@ def as_table(rows: Rows) -> Table:
     return table
 
 
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for the command line, which ends as programs do whose reader has left
+
+
 def console() -> Console:
     """Standard output; in a pipe it is as wide as a table needs."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return _Terminal(width=None if sys.stdout.isatty() else 200)
 
 
 def emit(record: object) -> None:

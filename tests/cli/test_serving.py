@@ -11,15 +11,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from nanoinfer.bench import command
+from nanoinfer.bench import command, sweep
 from nanoinfer.bench.run import load_run
-from nanoinfer.bench.summary import summarise
+from nanoinfer.bench.summary import ErrorBudget, summarise
 from nanoinfer.cli.app import app
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace, save_traces
@@ -75,6 +76,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         return target
 
     monkeypatch.setattr(command, "open_target", open_target)
+    # A busy machine is no failure of what is tested here.
+    monkeypatch.setattr(sweep, "summarise", partial(summarise, budget=ErrorBudget(60, 60, 1)))
     return target
 
 
@@ -204,7 +207,9 @@ def test_exit_code_1_where_nothing_succeeded(fake: Fake, tmp_path: Path, monkeyp
     assert swept.exit_code == 1 and "no request ended well at 1" in swept.stdout
 
 
-def test_exit_code_1_beyond_the_error_budget(fake: Fake) -> None:
+def test_exit_code_1_beyond_the_error_budget(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "summarise", summarise)
+
     async def late(work: WorkItem, trace: Trace) -> None:
         await asyncio.sleep(0.03)
         trace.t_sent = now()
