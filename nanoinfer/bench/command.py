@@ -16,7 +16,7 @@ from rich.text import Text
 from nanoinfer.bench.loadgen import Target, closed_loop, open_loop
 from nanoinfer.bench.options import BenchConfig, LoadPlan
 from nanoinfer.bench.run import Run, save_run
-from nanoinfer.bench.sweep import named, sweep
+from nanoinfer.bench.sweep import format_level, sweep
 from nanoinfer.log import say
 from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now
@@ -74,11 +74,12 @@ async def _measure(plan: LoadPlan, engine: ContinuousEngine | None) -> dict[str,
         await target.close()
     record = swept.as_dict() if config.sweep else dict(swept.points[0].summary)
     if config.out is not None:
-        from nanoinfer.bench.report import html
+        from nanoinfer.bench.report import run_page, sweep_page
 
         text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
         write_whole(config.out / "summary.json", text + "\n")
-        write_whole(config.out / "report.html", html(swept if config.sweep else runs[0], record))
+        page = sweep_page(record) if config.sweep else run_page(runs[0], record)
+        write_whole(config.out / "report.html", page)
         say(f"kept in {config.out}")
     return record
 
@@ -91,7 +92,7 @@ async def _load(
     warm, items = plan.work(index, vocab_size)
     settings = plan.settings(index) | ({} if floor is None else {"floor": floor})
     total = len(items) if isinstance(items, list) else plan.most
-    with Progress(named(plan.kind, level), None if total is None else total + len(warm)) as progress:
+    with Progress(format_level(plan.kind, level), None if total is None else total + len(warm)) as progress:
         common: dict[str, Any] = {
             "warmup": warm,
             "seconds": config.seconds,
@@ -115,7 +116,7 @@ async def _floor(plan: LoadPlan) -> dict[str, Any]:
     if floor.send_lag_p99_s is not None:
         figures.append(f"send lag p99 {ms(floor.send_lag_p99_s)} ms")
     figures.append(f"{floor.cpu_share:.0%} of a core")
-    say(f"the client's own floor at {named(plan.kind, most)}, against a mock: {', '.join(figures)}")
+    say(f"the client's own floor at {format_level(plan.kind, most)}, against a mock: {', '.join(figures)}")
     for problem in floor.problems():
         say(f"the client is beyond its error budget there: {problem}")
     return floor.as_json()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from rich.console import Console
@@ -22,7 +22,7 @@ from rich.text import Text
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure import metrics
-from nanoinfer.measure.stats import least_n
+from nanoinfer.measure.stats import least_n, sorted_percentile
 from nanoinfer.measure.trace import ChunkKind, Trace
 from nanoinfer.show.text import DASH
 
@@ -221,8 +221,7 @@ def _throughput(
 
 def inverted(samples: Sequence[tuple[float, float]], q: int) -> float:
     """The first sample at which ``q`` percent of the weight is reached."""
-    reached = list(accumulate(weight for _, weight in samples))
-    return next(value for (value, _), sum_ in zip(samples, reached, strict=True) if sum_ * 100 >= q * reached[-1])
+    return sorted_percentile([value for value, _ in samples], q, [weight for _, weight in samples])
 
 
 def linear(samples: Sequence[tuple[float, float]], q: int) -> float:

@@ -1,187 +1,353 @@
-"""A page that holds everything: one file, no script, nothing fetched, readable in light and in the dark.
+"""The page of a run or a sweep: one file, no script, nothing fetched, readable in light and in dark.
 
-Each figure is drawn once. Its colours are then put into the style sheet's hands (``var(--line0)``), so the
-page follows the reader's scheme. Its alternative text says what it shows and its numbers stand under it.
-Names and errors come from servers, so every word is escaped.
+Each figure follows the reader's colour scheme, its alternative text says what it shows, and its numbers stand under
+it. Names and errors come from servers, so the template escapes every word.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import Any, Final
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from nanoinfer.bench import tables
-from nanoinfer.bench.plots import Plot, run_plots, sweep_plots
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.slo import slo_text
-from nanoinfer.bench.sweep import Sweep
-from nanoinfer.show.figures import DARK, LIGHT, Theme, render
+from nanoinfer.measure import metrics
+from nanoinfer.measure.stats import percentile, sorted_percentile
+from nanoinfer.show.figures import DARK, LIGHT, figure
 from nanoinfer.show.html import table
 from nanoinfer.show.text import Rows, format_number, ms
 
 SIZE: Final = (6.0, 3.6)  # inches of 96 CSS pixels: its text is still read at a phone's width
-#: Colours that nothing else draws in, each to be replaced by a variable of the style sheet.
-MARKS: Final = Theme("marks", "#010a01", "#010b01", "#010c01", tuple(f"#020{i}02" for i in range(len(LIGHT.lines))))
+#: Equal parts of the window in the figures over time.
+PARTS: Final = 20
+#: Percentiles of a distribution that are drawn, and those in its table.
+DRAWN: Final = tuple(q / 2 for q in range(1, 200))
+IN_TABLE: Final = (10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0)
+#: From this ratio of the largest to the smallest value on, an axis is logarithmic.
+WIDE: Final = 10
 
 
-def _variables(theme: Theme) -> dict[str, str]:
-    lines = {f"--line{i}": colour for i, colour in enumerate(theme.lines)}
-    return {"--paper": theme.background, "--ink": theme.text, "--grid": theme.grid, **lines}
-
-
-def _rules(theme: Theme) -> str:
-    return ";".join(f"{name}:{colour}" for name, colour in _variables(theme).items())
-
-
-CSS: Final = (
-    f":root{{color-scheme:light dark;{_rules(LIGHT)};--bad:#a4161a}}"
-    f"@media (prefers-color-scheme:dark){{:root{{{_rules(DARK)};--bad:#ff9b9b}}}}"
-    "body{background:var(--paper);color:var(--ink);font:1rem/1.5 system-ui,sans-serif;margin:0}"
-    "main{max-width:76rem;margin:0 auto;padding:1rem}h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}"
-    "figure{margin:1rem 0}svg{max-width:100%;height:auto;display:block}figcaption{margin:.3rem 0}"
-    ".ni-scroll{overflow-x:auto}table{border-collapse:collapse;margin:.5rem 0}"
-    "caption{text-align:left;font-weight:600;padding:.25rem 0}"
-    "th,td{padding:.25rem .7rem;border-bottom:1px solid var(--grid);text-align:left;font-weight:400}"
-    "thead th{font-weight:600}.figures :is(th,td):not(:first-child){text-align:right;white-space:nowrap;"
-    "font-variant-numeric:tabular-nums}.figures th:first-child{min-width:7rem}"
-    ".plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:0 1.5rem}"
-    "dt{font-weight:600}dd{margin:0 0 .4rem 1rem}summary{cursor:pointer}"
-    "pre{overflow-x:auto;border:1px solid var(--grid);padding:.5rem}"
-    ".bad{border-left:.4rem solid var(--bad);padding:.1rem .8rem}.lead{font-size:1.1rem}"
-)
-
-
-def html(found: Run | Sweep, summary: Mapping[str, Any]) -> str:
-    """The page of a run (with :func:`~nanoinfer.bench.summary.summarise`'s record) or of a sweep (with ``as_dict()``).
+def run_page(run: Run, record: Mapping[str, Any]) -> str:
+    """The page of a run, with :func:`~nanoinfer.bench.summary.summarise`'s record.
 
     Raises:
         NanoinferError: traces whose clock ran backwards.
     """
-    if isinstance(found, Sweep):
-        return _page("nanoinfer bench: sweep", _sweep_parts(found, summary))
-    return _page("nanoinfer bench: one run", _run_parts(found, summary))
-
-
-def _page(title: str, parts: Iterable[str]) -> str:
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
-        f"<body><main><h1>{escape(title)}</h1>\n" + "\n".join(parts) + "\n</main></body></html>\n"
+    requests = [_table(tables.rates(record), "Rates over the window")]
+    requests += [_table(tables.requests(record), "How the requests ended")]
+    if record["requests"]["attempted"] > record["requests"]["ok"]:
+        caption = "Percentiles with each failed request as infinitely slow, in milliseconds"
+        requests.append(_table(tables.adjusted(record), caption))
+    if record["goodput"]:
+        requests.append(_table(tables.goodput(record), "Goodput under the SLO"))
+    latency = "Latencies of the requests that ended well, ms; the interval is the median's"
+    sections = [
+        ("", [_table(tables.latency(record), latency)]),
+        ("Rates and requests", requests),
+        ("The client itself", [_table(tables.client(record), "How late the load generator was, in milliseconds")]),
+    ]
+    return _page(
+        "nanoinfer bench: one run",
+        headline(record),
+        (record["beyond_budget"], record["notes"]),
+        sections,
+        _run_plots(run),
+        tables.definitions(record),
+        record,
     )
 
 
-# --- a run ----------------------------------------------------------------------------
-
-
-def _run_parts(run: Run, record: Mapping[str, Any]) -> Iterable[str]:
-    yield f'<p class="lead">{escape(headline(record))}</p>'
-    yield from _warnings(record["beyond_budget"], record["notes"])
-    yield _table(tables.latency(record), "Latencies of the requests that ended well, ms; the interval is the median's")
-    yield _figures(run_plots(run, record))
-    yield "<h2>Rates and requests</h2>"
-    yield _table(tables.rates(record), "Rates over the window")
-    yield _table(tables.requests(record), "How the requests ended")
-    if record["requests"]["attempted"] > record["requests"]["ok"]:
-        yield _table(
-            tables.adjusted(record), "Percentiles with each failed request as infinitely slow, in milliseconds"
-        )
-    if record["goodput"]:
-        yield _table(tables.goodput(record), "Goodput under the SLO")
-    yield "<h2>The client itself</h2>"
-    yield _table(tables.client(record), "How late the load generator was, in milliseconds")
-    yield from _about(tables.definitions(record), record["load"], record["provenance"])
+def sweep_page(record: Mapping[str, Any]) -> str:
+    """The page of a sweep, from its record."""
+    last = record["points"][-1]["summary"] if record["points"] else None
+    beyond = [f"At {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons]
+    rules = [("knee", record["knee"]["definition"]), ("highest good level", record["highest_good"]["definition"])]
+    return _page(
+        "nanoinfer bench: sweep",
+        tables.verdict(record),
+        (beyond, [*record["notes"], *([record["stopped"]] if record["stopped"] else [])]),
+        [("", [_table(tables.levels(record), "Level by level; times are medians in milliseconds")])],
+        _sweep_plots(record),
+        [] if last is None else [*rules, *tables.definitions(last)],
+        last,
+    )
 
 
 def headline(record: Mapping[str, Any]) -> str:
-    """What the run came to, in a sentence or two."""
-    found, rates, window = record["requests"], record["rates"], record["window"]
+    """The result of a run in a sentence or two."""
+    requests, rates, goodput = record["requests"], record["rates"], record["goodput"]
     text = (
-        f"{found['ok']:,} of {found['attempted']:,} requests ended well; "
+        f"{requests['ok']:,} of {requests['attempted']:,} requests ended well; "
         f"{format_number(rates['output_tok_s']['value'])} output tokens/s "
-        f"in a window of {format_number(window['seconds'])} s."
+        f"in a window of {format_number(record['window']['seconds'])} s."
     )
-    middle = [
-        f"{tables.NAMES[name]} {ms(record['latency'][name]['median'])} ms"
-        for name in ("ttft", "tpot", "e2e")
-        if record["latency"][name]["median"] is not None
-    ]
-    if middle:
-        text += f" Medians: {', '.join(middle)}."
-    if record["goodput"] and record["goodput"]["share"] is not None:
-        text += f" {record['goodput']['share']:.1%} met the SLO ({slo_text(record['goodput']['slo_s'])})."
+    medians = {name: record["latency"][name]["median"] for name in ("ttft", "tpot", "e2e")}
+    known = [f"{tables.NAMES[name]} {ms(value)} ms" for name, value in medians.items() if value is not None]
+    if known:
+        text += f" Medians: {', '.join(known)}."
+    if goodput and goodput["share"] is not None:
+        text += f" {goodput['share']:.1%} met the SLO ({slo_text(goodput['slo_s'])})."
     return text
 
 
-# --- a sweep --------------------------------------------------------------------------
-
-
-def _sweep_parts(found: Sweep, record: Mapping[str, Any]) -> Iterable[str]:
-    yield f'<p class="lead">{escape(tables.verdict(record))}</p>'
-    beyond = [f"At {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons]
-    yield from _warnings(beyond, [*record["notes"], *([record["stopped"]] if record["stopped"] else [])])
-    yield _table(tables.levels(record), "Level by level; times are medians in milliseconds")
-    yield _figures(sweep_plots(record))
-    rules = [("knee", record["knee"]["definition"]), ("highest good level", record["highest_good"]["definition"])]
-    if found.points:
-        last = found.points[-1].summary
-        yield from _about([*rules, *tables.definitions(last)], last["load"], last["provenance"])
-
-
-# --- pieces ---------------------------------------------------------------------------
-
-
-def _warnings(beyond: Sequence[str], notes: Sequence[str]) -> Iterable[str]:
-    if beyond:
-        items = "".join(f"<li>{escape(reason)}</li>" for reason in beyond)
-        yield f'<div class="bad"><p>Beyond its error budget: do not quote these figures.</p><ul>{items}</ul></div>'
-    if notes:
-        yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
-
-
-def _table(rows: Rows, caption: str) -> str:
-    return f'<div class="figures">{table(rows[0], list(rows[1]), caption).body}</div>'
-
-
-def _figures(plots: Iterable[Plot]) -> str:
-    return f'<div class="plots">{"".join(_figure(plot, f"f{i}") for i, plot in enumerate(plots))}</div>'
-
-
-def _figure(plot: Plot, name: str) -> str:
-    return (
-        f"<div><figure>{_svg(plot, name)}<figcaption>{escape(plot.caption)}</figcaption></figure>"
-        f"<details><summary>The figure's numbers</summary>{_table(plot.table, plot.caption)}</details></div>"
+def _page(
+    title: str,
+    lead: str,
+    warnings: tuple[Sequence[str], Sequence[str]],
+    sections: Sequence[tuple[str, Sequence[Markup]]],
+    plots: Iterable[Markup],
+    definitions: Iterable[tuple[str, str]],
+    record: Mapping[str, Any] | None,
+) -> str:
+    settings = {} if record is None else {"Settings": record["load"], "Provenance": record["provenance"]}
+    about = [Markup(table(("name", "value"), list(_flat(rows)), name).body) for name, rows in settings.items()]
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.jinja").render(
+        title=title,
+        lead=lead,
+        beyond=warnings[0],
+        notes=warnings[1],
+        sections=sections,
+        plots=list(plots),
+        definitions=list(definitions),
+        about=about,
+        light=LIGHT,
+        dark=DARK,
     )
 
 
-def _svg(plot: Plot, name: str) -> str:
-    """The drawing as an element of the page: named, its colours the page's, its ids its own."""
-    text = render(plot.draw, MARKS, SIZE, "svg", smoke=False).decode()
-    text = re.sub(r"<\?xml.*?\?>|<!--.*?-->|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href=", "href=")
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    for variable, colour in _variables(MARKS).items():
-        text = text.replace(colour, f"var({variable})")
-    text = re.sub(r"\s*\n\s*", " ", text).strip()
-    return text.replace("<svg", f'<svg role="img" aria-label="{escape(plot.alt)}"', 1)
+def _table(rows: Rows, caption: str) -> Markup:
+    return Markup(table(rows[0], list(rows[1]), caption).body)
 
 
-def _about(
-    definitions: Iterable[tuple[str, str]], load: Mapping[str, Any], provenance: Mapping[str, Any]
-) -> Iterable[str]:
-    yield "<h2>Definitions</h2>"
-    yield f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in definitions)}</dl>"
-    yield "<h2>What was asked, and on what</h2>"
-    for caption, record in (("Settings", load), ("Provenance", provenance)):
-        yield table(("name", "value"), list(_flat(record)), caption).body
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key} ")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def _plot(draw: Callable[[Axes], object], alt: str, caption: str, rows: Rows) -> Markup:
+    """A figure under both themes, with its alternative text, its caption, and its numbers as a table."""
+    return Markup(figure(draw, alt=alt, caption=caption, table=(rows[0], list(rows[1])), size=SIZE).body)
+
+
+# --- figures of a run -----------------------------------------------------------------
+
+
+def _run_plots(run: Run) -> Iterator[Markup]:
+    """Distributions and what happened over time; a figure without numbers is left out."""
+    good = [trace for trace in run.measured() if trace.status == "ok"]
+    groups = {
+        "Time to first token": {
+            "from schedule": metrics.collect(good, "ttft").values,
+            "from sending": metrics.collect(good, "ttft_service").values,
+        },
+        "Inter-token latency": {
+            "amortised, a token": [value for trace in good for value in metrics.itl_samples(trace)],
+            "between chunks": [value for trace in good for value in metrics.chunk_gaps(trace)],
+        },
+    }
+    for title, samples in groups.items():
+        if any(samples.values()):
+            yield _distribution(title, {name: sorted(values) for name, values in samples.items() if values})
+    if run.traces and run.end > run.start:
+        yield from _over_time(run)
+
+
+def _legend(axes: Axes) -> None:
+    """Above the drawing, where it hides nothing."""
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+def _logarithmic(axes: Axes, name: Literal["x", "y"]) -> None:
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10 ..."""
+    axes.set(**{f"{name}scale": "log"})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _distribution(title: str, ordered: Mapping[str, Sequence[float]]) -> Markup:
+    lines = {name: [1e3 * sorted_percentile(values, q) for q in DRAWN] for name, values in ordered.items()}
+
+    def draw(axes: Axes) -> None:
+        for name, points in lines.items():
+            axes.step(points, DRAWN, where="post", label=name)
+        low, high = min(values[0] for values in ordered.values()), max(values[-1] for values in ordered.values())
+        if 0 < WIDE * low < high:
+            _logarithmic(axes, "x")
+        axes.set(xlabel=f"{title}, ms", ylabel="% of samples at or below")
+        _legend(axes)
+
+    rows = [(f"p{q:g}", *(ms(sorted_percentile(values, q)) for values in ordered.values())) for q in IN_TABLE]
+    counts = ", ".join(f"{name} n={len(values):,}" for name, values in ordered.items())
+    half, most = (dict(zip(ordered, rows[IN_TABLE.index(q)][1:], strict=True)) for q in (50.0, 90.0))
+    middles = [f"{name}: half at or below {half[name]} ms, 90% at or below {most[name]} ms" for name in ordered]
+    return _plot(
+        draw,
+        f"{title}: the share of samples at or below each value. {'; '.join(middles)}.",
+        f"{title}: distribution ({counts})",
+        (("ms", *ordered), rows),
+    )
+
+
+def _over_time(run: Run) -> Iterator[Markup]:
+    part = (run.end - run.start) / PARTS
+    edges = [run.start + i * part for i in range(PARTS)] + [run.end]
+    spans = list(pairwise(edges))
+    tokens = [0] * PARTS
+    for trace in run.traces:
+        for t, n in trace.token_chunks:
+            if run.start <= t < run.end:
+                tokens[min(int((t - run.start) / part), PARTS - 1)] += n
+    rates = [n / part for n in tokens]
+    flight = [metrics.mean_concurrency(run.traces, a, b) for a, b in spans]
+    starts = [a - run.start for a, _ in spans]
+    yield _bars("Output tokens per second", "tok/s", starts, part, rates)
+    yield _bars("Requests in flight", "requests in flight, mean", starts, part, flight)
+    yield from _first_tokens(run, spans, part)
+
+
+def _bars(title: str, unit: str, starts: Sequence[float], part: float, values: Sequence[float]) -> Markup:
+    mean, best = math.fsum(values) / len(values), max(values)
+
+    def draw(axes: Axes) -> None:
+        axes.stairs(values, [*starts, starts[-1] + part], baseline=None, color="C0", linewidth=2.2)
+        axes.axhline(mean, color="C1", linestyle="--", label=f"mean {format_number(mean)}")
+        axes.set(xlabel="seconds since the window began", ylabel=unit, ylim=(0, best * 1.1 or 1))
+        _legend(axes)
+
+    rows = [
+        (f"{start:.4g} to {start + part:.4g}", format_number(value))
+        for start, value in zip(starts, values, strict=True)
+    ]
+    alt = (
+        f"{title} over the window, in {len(values)} parts of {format_number(part)} s: mean {format_number(mean)}, "
+        f"lowest {format_number(min(values))}, highest {format_number(best)}."
+    )
+    return _plot(draw, alt, f"{title} over the window", (("seconds", unit), rows))
+
+
+def _first_tokens(run: Run, spans: Sequence[tuple[float, float]], part: float) -> Iterator[Markup]:
+    """TTFT by when the request was due: a line that climbs is a queue that grows."""
+    rows: list[tuple[str, ...]] = []
+    lines: dict[str, list[float]] = {"at": [], "median": [], "worst": []}
+    for low, high in spans:
+        due = [trace for trace in run.traces if low <= trace.t_scheduled < high]
+        ttft = metrics.collect(due, "ttft")
+        middle, worst = percentile(ttft.values, 50), max(ttft.values, default=None)
+        span = f"{low - run.start:.4g} to {high - run.start:.4g}"
+        rows.append((span, f"{len(ttft.values):,}", f"{ttft.failed:,}", ms(middle), ms(worst)))
+        if middle is not None and worst is not None:
+            lines["at"].append((low + high) / 2 - run.start)
+            lines["median"].append(1e3 * middle)
+            lines["worst"].append(1e3 * worst)
+    if not lines["at"]:
+        return
+
+    def draw(axes: Axes) -> None:
+        axes.plot(lines["at"], lines["median"], "o-", color="C0", label="median")
+        axes.plot(lines["at"], lines["worst"], "s--", color="C1", label="worst")
+        top = 1.1 * max(lines["worst"]) or 1.0
+        axes.set(xlabel="seconds since the window began, when due", ylabel="TTFT, ms", ylim=(0, top))
+        _legend(axes)
+
+    first, last = lines["median"][0], lines["median"][-1]
+    yield _plot(
+        draw,
+        f"Time to first token by when the request was due, in parts of {format_number(part)} s: the median is "
+        f"{format_number(first)} ms in the first part with requests and {format_number(last)} ms in the last.",
+        "Time to first token over the window: a line that climbs is a queue that grows",
+        (("due, seconds", "n", "failed", "median ms", "worst ms"), rows),
+    )
+
+
+# --- figures of a sweep ---------------------------------------------------------------
+
+
+def _sweep_plots(record: Mapping[str, Any]) -> Iterator[Markup]:
+    """The frontier, and goodput where there are limits."""
+    points = [p for p in record["points"] if p["summary"]["latency"]["e2e"]["n"]]
+    points = [p for p in points if p["summary"]["rates"]["output_tok_s"]["value"] is not None]
+    if not points:
+        return
+    yield _frontier(record, points)
+    if record["slo_s"] and (judged := [p for p in points if p["summary"]["goodput"]["share"] is not None]):
+        yield _goodput(record, judged)
+
+
+def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Markup:
+    x = [p["summary"]["rates"]["output_tok_s"]["value"] for p in points]
+    medians = {
+        tables.NAMES[name]: [p["summary"]["latency"][name]["median"] for p in points]
+        for name in ("ttft", "tpot", "e2e")
+    }
+    lines = {title: values for title, values in medians.items() if None not in values}
+    knee, unit = record["knee"]["level"], record["unit"]
+
+    def draw(axes: Axes) -> None:
+        for (title, values), marker in zip(lines.items(), "osD", strict=False):
+            axes.plot(x, [1e3 * value for value in values], marker=marker, label=f"{title}, median")
+        for rate, value, point in zip(x, lines["end to end"], points, strict=True):
+            name, at = f"{point['level']:g}", (rate, 1e3 * value)
+            axes.annotate(name, at, xytext=(0, 8), textcoords="offset points", ha="center")
+            if point["level"] == knee:
+                axes.axvline(rate, color="C5", linestyle=":", label=f"knee: {knee:g} {unit}")
+        _logarithmic(axes, "y")
+        axes.set(xlabel="output tokens/s", ylabel="ms")
+        axes.margins(y=0.15)
+        _legend(axes)
+
+    rows = [
+        (f"{p['level']:g}", format_number(rate, 4), *(ms(values[i]) for values in lines.values()))
+        for i, (p, rate) in enumerate(zip(points, x, strict=True))
+    ]
+    alt = (
+        f"Median latencies against output tokens per second, a point a level, labelled in {unit}: from "
+        f"{format_number(x[0])} tokens/s at {ms(lines['end to end'][0])} ms end to end "
+        f"to {format_number(x[-1])} tokens/s at "
+        f"{ms(lines['end to end'][-1])} ms. The knee lies at {knee:g} {unit}."
+    )
+    return _plot(draw, alt, "Latency against throughput", ((unit, "tok/s", *(f"{t}, ms" for t in lines)), rows))
+
+
+def _goodput(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Markup:
+    levels, unit, needed = [p["level"] for p in points], record["unit"], 100 * record["needed_share"]
+    shares = [100 * p["summary"]["goodput"]["share"] for p in points]
+    intervals = [p["summary"]["goodput"]["interval"] for p in points]
+    rates = [p["summary"]["goodput"]["requests_s"] for p in points]
+
+    def draw(axes: Axes) -> None:
+        below = [max(0.0, share - 100 * low) for share, (low, _) in zip(shares, intervals, strict=True)]
+        above = [max(0.0, 100 * high - share) for share, (_, high) in zip(shares, intervals, strict=True)]
+        axes.errorbar(levels, shares, yerr=[below, above], fmt="o-", color="C0", capsize=4, label="95% interval")
+        axes.axhline(needed, color="C1", linestyle="--", label=f"needed: {needed:g}%")
+        axes.set(xlabel=unit, ylabel="% of requests that were good", ylim=(0, 105))
+        _legend(axes)
+
+    rows = [
+        (f"{level:g}", f"{share:.1f}%", f"{100 * low:.1f} to {100 * high:.1f}%", format_number(rate))
+        for level, share, (low, high), rate in zip(levels, shares, intervals, rates, strict=True)
+    ]
+    alt = (
+        f"Share of requests that met the SLO at each level: {shares[0]:.1f}% at {levels[0]:g} {unit}, "
+        f"{shares[-1]:.1f}% at {levels[-1]:g} {unit}; {needed:g}% are needed."
+    )
+    caption = f"Goodput under the SLO: {slo_text(record['slo_s'])}"
+    return _plot(draw, alt, caption, ((unit, "good", "95% interval", "good requests/s"), rows))

@@ -28,7 +28,7 @@ Kind = Literal["rate", "users"]
 UNIT: Final[Mapping[str, str]] = {"rate": "requests/s", "users": "users"}
 
 
-def named(kind: Kind, level: float) -> str:
+def format_level(kind: Kind, level: float) -> str:
     """A level with its unit: ``1 user``, ``2.5 requests/s``."""
     return f"{level:g} {'user' if kind == 'users' and level == 1 else UNIT[kind]}"
 
@@ -124,15 +124,17 @@ class Sweep:
         if (knee := self.knee) is not None and len(self.points) > 1:
             if knee.level == self.points[-1].level:
                 notes.append(
-                    f"The knee is the highest level that ran: it may lie above {named(self.kind, knee.level)}."
+                    f"The knee is the highest level that ran: it may lie above {format_level(self.kind, knee.level)}."
                 )
             elif knee.level == self.points[0].level:
-                notes.append(f"The knee is the lowest level that ran: it may lie below {named(self.kind, knee.level)}.")
+                notes.append(
+                    f"The knee is the lowest level that ran: it may lie below {format_level(self.kind, knee.level)}."
+                )
         if self.slo and self.points:
             if (highest := self.highest) is None:
                 notes.append(f"No level met the SLO ({slo_text(self.slo)}) for {self.needed:.0%} of its requests.")
             elif highest.level == self.points[-1].level:
-                notes.append(f"Every level met the SLO: the limit lies above {named(self.kind, highest.level)}.")
+                notes.append(f"Every level met the SLO: the limit lies above {format_level(self.kind, highest.level)}.")
             fewest = min(point.summary["requests"]["attempted"] for point in self.points)
             if 0 < self.needed < 1 and fewest < (least := least_n(100 * self.needed)):
                 notes.append(

@@ -198,8 +198,13 @@ def closing_lines(
 
 
 def show(console: Console, record: Mapping[str, Any]) -> None:
-    """Print the record of a run, or of a sweep."""
-    show_parts(console, *(_sweep_parts(record) if "points" in record else _run_parts(record)))
+    """Print a run's summary."""
+    show_parts(console, *_run_parts(record))
+
+
+def show_sweep(console: Console, record: Mapping[str, Any]) -> None:
+    """Print a sweep: its levels, what was read off them by which rules, and what must be known."""
+    show_parts(console, *_sweep_parts(record))
 
 
 def _run_parts(record: Mapping[str, Any]) -> Iterator[Rows | str]:

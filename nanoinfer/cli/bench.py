@@ -27,6 +27,8 @@ def bench(config: BenchConfig, as_json: Json = False) -> None:
     record = measure(config)
     if as_json:
         emit(record)
+    elif config.sweep:
+        tables.show_sweep(console(), record)
     else:
         tables.show(console(), record)
     levels = [point["summary"] for point in record["points"]] if config.sweep else [record]
