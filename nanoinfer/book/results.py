@@ -1,8 +1,7 @@
 """The numbers that a chapter's prose quotes, and where they came from.
 
-No number in prose is typed by hand: it would go stale with the next machine. A chapter
-adds what it measured to :class:`Results`, and sentences name the numbers. What a smoke
-run measures (a tiny random model) is no measurement, so no sentence can show it as one.
+No number in prose is typed by hand: it would go stale on the next machine. A smoke run (a tiny random model) is no
+measurement, so no sentence can show its numbers as one.
 
     results = Results("05_kv_cache", profile=PROFILE, model=MODEL, device=DEVICE, dtype=DTYPE, seed=SEED)
     results.add("rate", timing.samples, unit="tok/s", definition="output tokens / decode seconds")
@@ -23,8 +22,8 @@ from string import Formatter
 from typing import Any, Self
 
 from nanoinfer.errors import ChapterError, NanoinferError, nearest
-from nanoinfer.show.html import Html, table
-from nanoinfer.show.text import format_number
+from nanoinfer.show.html import Html, Prose, table
+from nanoinfer.show.text import DASH, format_number
 from nanoinfer.store import write_whole
 
 PLACEHOLDER = "(not measured in a smoke run)"
@@ -35,7 +34,7 @@ SETTINGS = ("chapter", "profile", "model", "device", "dtype", "seed")
 
 @dataclass(frozen=True)
 class Number:
-    """One named result. ``value`` is the samples' median where it was measured."""
+    """One named result. ``value`` is the median of the samples where it was measured."""
 
     value: Value
     unit: str = ""
@@ -47,9 +46,9 @@ class Number:
         """``""`` to the digits that the spread bears; ``".1f"`` as Python does; ``"±"`` with the samples' range."""
         if isinstance(self.value, str):
             return format(self.value, spec)
-        spread = spec.startswith("±")
-        spec = spec.removeprefix("±")
-        text = self._digits(self.value, spec) + self._unit()
+        spread, spec = spec.startswith("±"), spec.removeprefix("±")
+        unit = self.unit if self.unit in ("", "x", "×", "%") else SPACE + self.unit
+        text = self._digits(self.value, spec) + unit
         if not spread or not self.samples:
             return text
         if len(self.samples) == 1:
@@ -57,16 +56,11 @@ class Number:
         low, high = self._digits(min(self.samples), spec), self._digits(max(self.samples), spec)
         return f"{text} ({low} to {high} in {len(self.samples)}{SPACE}samples)"
 
-    def _unit(self) -> str:
-        return self.unit if self.unit in ("", "x", "×", "%") else SPACE + self.unit
-
     def _digits(self, number: float, spec: str) -> str:
         if spec:
             return format(number, spec)
-        if isinstance(number, int):
-            return format_number(number)
         half = (max(self.samples) - min(self.samples)) / 2 if self.samples else 0.0
-        if half == 0:
+        if isinstance(number, int) or half == 0:
             return format_number(number)
         # One digit of the spread, two where it begins with 1; and never more than three of the number itself.
         exponent = math.floor(math.log10(half))
@@ -75,28 +69,12 @@ class Number:
         return f"{number:,.{max(0, min(decimals, 2 - math.floor(math.log10(largest))))}f}"
 
 
-@dataclass(frozen=True)
-class Prose:
-    """A sentence or more of Markdown; shows when it is a cell's last expression."""
-
-    markdown: str
-
-    def _repr_markdown_(self) -> str:
-        return self.markdown
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/markdown": self.markdown, "text/plain": self.markdown}
-
-    def __repr__(self) -> str:
-        return self.markdown
-
-
 @dataclass
 class Results:
     """One run's results of one chapter.
 
-    The settings are the chapter's parameters. ``root`` is the book's folder, found from the working
-    directory where it is not given. Names already added are replaced, as when a cell is run again.
+    ``root`` is the book's folder, by default found from the working directory. Adding a name again replaces it, as
+    when a cell is run again.
     """
 
     chapter: str
@@ -142,7 +120,7 @@ class Results:
         self.numbers[name] = Number(value, unit, definition, False)
 
     def ledger(self, *, change: str, predicted: float | None, measured: float | Iterable[float], unit: str) -> None:
-        """Enter one change in the book's ledger: what theory foretold (or ``None``) and what this machine did."""
+        """Enter one change in the book's ledger: what theory predicted (or ``None``) and what this machine did."""
         samples = _samples(change, measured)
         row = {"change": change, "predicted": predicted, "measured": statistics.median_low(samples), "unit": unit}
         kept = [old for old in self.ledger_rows if old["change"] != change]
@@ -151,9 +129,9 @@ class Results:
     def say(self, template: str, **verdicts: str) -> Prose:
         """Fill a sentence's ``{name}`` and ``{name:.1f}`` and give it as Markdown.
 
-        The settings (``{model}``, ``{device}`` ...) count as names. ``verdicts`` are words that follow from
-        measurements (``verdict="slower"``); a smoke run hides them as it hides numbers. Every dollar sign is
-        money here: write mathematics in a Markdown cell.
+        Settings (``{model}``, ``{device}`` ...) are names too. ``verdicts`` are words that follow from measurements
+        (``verdict="slower"``); a smoke run hides them like numbers. Every dollar sign is money here: write
+        mathematics in a Markdown cell.
 
         Raises:
             NanoinferError: a name that was never added, or a format that its value does not bear.
@@ -185,15 +163,14 @@ class Results:
 
     def save(self) -> None:
         """Write ``_build/results/<chapter>.json``, whole or not at all, with provenance, samples and spread."""
-        path = self.path
         record = {
             **{name: getattr(self, name) for name in SETTINGS},
             "measurement": not self.smoke,
             "provenance": self._provenance(),
-            "numbers": {name: _record(number) for name, number in self.numbers.items()},
+            "numbers": {name: {**asdict(number), **_extremes(number)} for name, number in self.numbers.items()},
             "ledger": self.ledger_rows,
         }
-        write_whole(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        write_whole(self.path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -232,9 +209,11 @@ class Results:
         """``AMD EPYC 7763, 2 cores; torch 2.9.0, python 3.11.7; 2026-01-05; 10 samples``."""
         counts = sorted({len(number.samples) for number in self.numbers.values() if number.samples})
         repeats = [f"{' to '.join(map(str, sorted({counts[0], counts[-1]})))} samples"] if counts else []
-        told, wanted = self._provenance(), ("torch", "python")
-        versions = ", ".join(f"{name} {told['versions'][name]}" for name in wanted if name in told["versions"])
-        return "; ".join([machine_name(told["machine"], self.device), versions, str(told["date"])[:10], *repeats])
+        source = self._provenance()
+        versions = ", ".join(
+            f"{name} {source['versions'][name]}" for name in ("torch", "python") if name in source["versions"]
+        )
+        return "; ".join([machine_name(source["machine"], self.device), versions, str(source["date"])[:10], *repeats])
 
     def _fill(self, template: str, known: Mapping[str, Number], code: bool) -> str:
         done = ""
@@ -282,18 +261,18 @@ def ledger_table(root: Path | None = None) -> Html:
     for path in sorted(folder.glob("*.json")):
         results = Results.load(path)
         for row in results.ledger_rows:
-            seen = Number(row["measured"], row["unit"], samples=tuple(row["samples"]))
-            told = "–" if row["predicted"] is None else format(Number(row["predicted"], row["unit"]), "")
-            measured = PLACEHOLDER if results.smoke else format(seen, "±")
+            number = Number(row["measured"], row["unit"], samples=tuple(row["samples"]))
+            predicted = DASH if row["predicted"] is None else format(Number(row["predicted"], row["unit"]), "")
+            measured = PLACEHOLDER if results.smoke else format(number, "±")
             machine = machine_name(results._provenance()["machine"], results.device)
-            rows.append((row["change"], results.chapter, told, measured, machine))
+            rows.append((row["change"], results.chapter, predicted, measured, machine))
     header = ("Change", "Chapter", "Predicted", "Measured", "Machine")
     return table(header, rows, "Ledger: each change, predicted and measured")
 
 
 def _samples(name: str, value: float | Iterable[float]) -> tuple[float, ...]:
     try:
-        samples = tuple(float(one) for one in value) if isinstance(value, Iterable) else (float(value),)
+        samples = tuple(float(sample) for sample in value) if isinstance(value, Iterable) else (float(value),)
     except (TypeError, ValueError):
         raise NanoinferError(f"result '{name}': {value!r} is no number and no list of numbers") from None
     if not samples or not all(map(math.isfinite, samples)):
@@ -301,20 +280,19 @@ def _samples(name: str, value: float | Iterable[float]) -> tuple[float, ...]:
     return samples
 
 
-def _record(number: Number) -> dict[str, Any]:
-    spread = {"low": min(number.samples), "high": max(number.samples)} if number.samples else {}
-    return {**asdict(number), **spread}
+def _extremes(number: Number) -> dict[str, float]:
+    return {"low": min(number.samples), "high": max(number.samples)} if number.samples else {}
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("no JSON object")
     except FileNotFoundError:
         raise NanoinferError(f"{path}: no such results; run the chapter first") from None
     except ValueError as error:
         raise NanoinferError(f"{path}: not a results file ({error}); run the chapter again") from None
-    if not isinstance(record, dict):
-        raise NanoinferError(f"{path}: not a results file; run the chapter again")
     return record
 
 

@@ -1,9 +1,7 @@
 """Figures that can be read in light, in the dark, and by ear.
 
-One picture cannot serve a white page and a black one: a transparent figure loses its
-text on one of them. So each figure is drawn twice, by the same function under two sets
-of colours, and the page shows the one that fits. Its alt text and its numbers, as a
-table, travel in the same output.
+A transparent figure loses its text on a white page or on a black one. So each is drawn twice, by one function under two
+sets of colours, and the page shows the one that fits; alt text and a table of the numbers travel with it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.html import Cell, Html, table
+from nanoinfer.show.html import Cell, Html
+from nanoinfer.show.html import table as html_table
 
 CSS_PIXELS_PER_INCH = 96
 # A page stays under 1.5 MB with some eight figures drawn twice; a crowded drawing is smaller as a PNG.
@@ -55,14 +54,10 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
 
 
 def _rc(theme: Theme) -> dict[Any, Any]:
-    # Whatever matplotlib draws in black or white unless told otherwise.
+    # All that matplotlib draws in black or white by default.
     dark = ["text", "xtick", "ytick", "lines", "hatch", *(f"boxplot.{part}props" for part in ("box", "whisker", "cap"))]
-    ink = [f"{name}.color" for name in dark] + [
-        "axes.labelcolor",
-        "axes.edgecolor",
-        "axes.titlecolor",
-        "patch.edgecolor",
-    ]
+    edges = ("axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "patch.edgecolor")
+    ink = [*(f"{name}.color" for name in dark), *edges]
     paper = [f"{name}.facecolor" for name in ("figure", "axes", "legend", "savefig")]
     return {
         **dict.fromkeys(ink, theme.text),
@@ -88,7 +83,7 @@ def _rc(theme: Theme) -> dict[Any, Any]:
 
 
 def render(draw: Callable[[Axes], object], theme: Theme, size: tuple[float, float], kind: str, smoke: bool) -> bytes:
-    """Draw once, under one theme, and give the bytes of an ``"svg"`` or of a ``"png"`` of double resolution."""
+    """Draw once, under one theme: the bytes of an ``"svg"``, or of a ``"png"`` of double resolution."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_rc(theme))
@@ -119,25 +114,25 @@ def figure(
 
     Args:
         draw: fills the axes; called twice, so it must only draw. Use ``"C0"`` ... ``"C5"`` for colours.
-        alt: a sentence that says what the figure shows, for those who do not see it.
-        caption: text under the figure.
+        alt: a sentence that says what the figure shows.
         table: ``(header, rows)``, the figure's numbers, folded away under it.
         size: width and height in inches of 96 CSS pixels.
         smoke: pass ``results.smoke``; a smoke run's figure is stamped, and its numbers are left out.
 
     Raises:
-        NanoinferError: the alt text is shorter than a sentence.
+        NanoinferError: an alt text shorter than a sentence.
     """
     if len(alt.strip()) < SHORTEST_ALT:
         raise NanoinferError(f"alt text {alt!r} is too short: say in a sentence what the figure shows")
     images = "".join(_image(draw, theme, alt, size, smoke) for theme in (LIGHT, DARK))
     if smoke:
         caption, table = f"Smoke run on a tiny model: not a measurement. {caption}".strip(), None
-    # The images have a box of their own: the theme hides a caption that is the sibling of a hidden image.
+    # The images have their own box: the theme hides a caption that is the sibling of a hidden image.
     body = f"<div>{images}</div>" + (f"<figcaption>{escape(caption)}</figcaption>" if caption else "")
     body = f"<figure>{body}</figure>"
     if table is not None:
-        body += _details(table, caption or alt)
+        numbers = html_table(*table, caption or alt)
+        body += f"<details><summary>The figure's numbers</summary>{numbers.body}</details>"
     return Html(body, alt)
 
 
@@ -146,7 +141,7 @@ def _image(draw: Callable[[Axes], object], theme: Theme, alt: str, size: tuple[f
     if len(uri) > SVG_LIMIT:
         uri = _png_uri(render(draw, theme, size, "png", smoke))
     width, height = (round(inches * CSS_PIXELS_PER_INCH) for inches in size)
-    # Where no style sheet is at work at all, the light one shows alone.
+    # Without any style sheet the light one shows alone.
     hidden = "" if theme is LIGHT else ' style="display:none"'
     return f'<img class="only-{theme.name}"{hidden} src="{uri}" alt="{escape(alt)}" width="{width}" height="{height}">'
 
@@ -163,8 +158,3 @@ def _png_uri(data: bytes) -> str:
     out = io.BytesIO()
     Image.open(io.BytesIO(data)).convert("RGB").quantize(128).save(out, "png", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode('ascii')}"
-
-
-def _details(content: tuple[Sequence[str], Sequence[Sequence[Cell]]], caption: str) -> str:
-    header, rows = content
-    return f"<details><summary>The figure's numbers</summary>{table(header, rows, caption).body}</details>"

@@ -1,8 +1,7 @@
-"""HTML that a notebook displays and a page keeps: the bundle, its style sheet, and tables.
+"""HTML that a notebook displays and a page keeps: the mimebundle, its style sheet, and tables.
 
-A screen reader needs a caption and header cells; a phone needs a wide table to scroll
-in its own box; a dark page needs colours that it can read. All three are settled here
-once, so that no chapter writes HTML.
+A screen reader needs a caption and header cells, a phone a wide table that scrolls in its own box, a dark page colours
+that it can read: settled here, so that no chapter writes HTML.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, TypeGuard
 
 from nanoinfer.show.text import format_number
 
 # Each output carries its own few rules: JupyterLab loads no style sheet of the book's.
-# The theme paints a light panel behind HTML outputs and images in the dark and hides a caption that
-# follows a hidden image; the rules for [data-theme=dark] undo the panel for our outputs only.
+# On dark pages the theme paints a light panel under HTML outputs and images, and hides a caption that follows a hidden
+# image; the rules for [data-theme=dark] undo the panel for our outputs only.
 STYLE = (
     "<style>"
     ".ni figure{margin:1rem 0}.ni img{max-width:100%;height:auto}"
@@ -38,12 +37,33 @@ STYLE = (
 Cell = str | int | float | None
 
 
-@dataclass(frozen=True)
-class Html:
-    """One displayed thing: its HTML (style sheet apart) and the plain text that says the same.
+class Displayed:
+    """Shows in a notebook when it is a cell's last expression, and in no other way."""
 
-    A notebook shows it when it is a cell's last expression, and in no other way.
-    """
+    def bundle(self) -> dict[str, Any]:
+        """The same content by MIME type, ``text/plain`` among them."""
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self.bundle()
+
+    def __repr__(self) -> str:
+        return str(self.bundle()["text/plain"])
+
+
+@dataclass(frozen=True, repr=False)
+class Prose(Displayed):
+    """A sentence or more of Markdown."""
+
+    markdown: str
+
+    def bundle(self) -> dict[str, Any]:
+        return {"text/markdown": self.markdown, "text/plain": self.markdown}
+
+
+@dataclass(frozen=True, repr=False)
+class Html(Displayed):
+    """HTML (style sheet apart) and the plain text that says the same."""
 
     body: str
     text: str
@@ -53,14 +73,8 @@ class Html:
         """The HTML with its style sheet, complete in itself."""
         return f'{STYLE}<div class="ni">{self.body}</div>'
 
-    def _repr_html_(self) -> str:
-        return self.html
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def bundle(self) -> dict[str, Any]:
         return {"text/html": self.html, "text/plain": self.text}
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> Html:
@@ -68,8 +82,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -
 
     Args:
         header: one title a column.
-        rows: cells of text or numbers; ``None`` shows as a dash. The first cell heads its row.
-        caption: what the table holds; required, because a screen reader announces it.
+        rows: ``None`` shows as a dash. The first cell heads its row.
+        caption: required, because a screen reader announces it.
 
     Raises:
         ValueError: a row's length differs from the header's, or the caption is empty.
@@ -80,7 +94,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -
         if len(row) != len(header):
             raise ValueError(f"row {number} has {len(row)} cells under {len(header)} headings")
     # A column is numeric when all it holds is numbers and gaps: its heading then stands over them.
-    numeric = [bool(rows) and all(row[i] is None or _is_number(row[i]) for row in rows) for i in range(len(header))]
+    numeric = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(header))]
     columns = zip(header, numeric, strict=True)
     head = "".join(f'<th scope="col"{_right(right)}>{escape(title)}</th>' for title, right in columns)
     body = "".join(f"<tr>{''.join(_cell(cell, i == 0) for i, cell in enumerate(row))}</tr>" for row in rows)
@@ -92,17 +106,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -
     return Html(html, "\n".join(lines))
 
 
+def _is_value(cell: Cell) -> TypeGuard[float]:
+    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
+
+
 def _is_number(cell: Cell) -> bool:
     """Whether a cell reads as a number, formatted by the caller or not; a lone dash stands for one that is missing."""
     if isinstance(cell, str):
         return re.fullmatch(r"[–-]|[–-]?[\d.,]+(e[+-]?\d+)?\s*(%|x|×)?", cell) is not None
-    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
+    return cell is None or _is_value(cell)
 
 
 def _text(cell: Cell) -> str:
-    if cell is None:
-        return "–"
-    return format_number(cell, 4) if isinstance(cell, (int, float)) and not isinstance(cell, bool) else str(cell)
+    return format_number(cell, 4) if cell is None or _is_value(cell) else str(cell)
 
 
 def _right(right: bool) -> str:
@@ -111,4 +127,4 @@ def _right(right: bool) -> str:
 
 def _cell(cell: Cell, first: bool) -> str:
     tag, scope = ("th", ' scope="row"') if first else ("td", "")
-    return f"<{tag}{scope}{_right(_is_number(cell) or cell is None)}>{escape(_text(cell))}</{tag}>"
+    return f"<{tag}{scope}{_right(_is_number(cell))}>{escape(_text(cell))}</{tag}>"

@@ -1,8 +1,7 @@
 """Live controls in JupyterLab; the same figure, still, on a built page.
 
-A page has no kernel to move a control with, and a blank widget tells a reader nothing.
-So the controls and the figure of the first run are published in one output: JupyterLab
-picks the controls, a page picks the figure.
+A page has no kernel to move a control with, so the controls and the figure of the first run are published in one
+output: JupyterLab picks the controls, a page picks the figure.
 """
 
 from __future__ import annotations
@@ -13,14 +12,41 @@ from html import escape
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.html import Html
+from nanoinfer.show.html import Displayed, Html
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 HINT = "Run this chapter in JupyterLab to move the controls."
 
 
+class Control:
+    """What a reader sets; it starts at ``value``."""
+
+    label: str
+    value: Any
+
+    @property
+    def start(self) -> Any:
+        """The value of the first run."""
+        return self.value
+
+    def problem(self) -> str:
+        """Why the starting value cannot be, or an empty text."""
+        return ""
+
+    def widget(self) -> Any:
+        """The control as an ipywidget."""
+        import ipywidgets
+
+        kind, more = self.kind(ipywidgets)
+        return kind(value=self.start, description=self.label, style={"description_width": "initial"}, **more)
+
+    def kind(self, widgets: Any) -> tuple[Any, dict[str, Any]]:
+        """The class in the module ``ipywidgets``, and its own arguments."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Choice:
+class Choice(Control):
     """A drop-down list; starts at ``value`` or at the first option."""
 
     label: str
@@ -31,10 +57,17 @@ class Choice:
     def start(self) -> str | int | float:
         return self.options[0] if self.value is None else self.value
 
+    def problem(self) -> str:
+        fits = bool(self.options) and self.start in self.options
+        return "" if fits else f"{self.value!r} is not one of {list(self.options)}"
+
+    def kind(self, widgets: Any) -> tuple[Any, dict[str, Any]]:
+        return widgets.Dropdown, {"options": list(self.options)}
+
 
 @dataclass(frozen=True)
-class Slider:
-    """A slider from ``low`` to ``high``, both within reach; over whole numbers if all its numbers are."""
+class Slider(Control):
+    """A slider from ``low`` to ``high``, inclusive; over whole numbers if all its numbers are."""
 
     label: str
     low: float
@@ -42,34 +75,35 @@ class Slider:
     value: float
     step: float = 1
 
-    @property
-    def start(self) -> float:
-        return self.value
+    def problem(self) -> str:
+        fits = self.low <= self.value <= self.high
+        return "" if fits else f"{self.value} is not within {self.low} to {self.high}"
+
+    def kind(self, widgets: Any) -> tuple[Any, dict[str, Any]]:
+        whole = all(isinstance(number, int) for number in (self.low, self.high, self.value, self.step))
+        limits = {"min": self.low, "max": self.high, "step": self.step}
+        return widgets.IntSlider if whole else widgets.FloatSlider, limits
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Control):
     """A line of text, for instance a prompt."""
 
     label: str
     value: str
 
-    @property
-    def start(self) -> str:
-        return self.value
+    def kind(self, widgets: Any) -> tuple[Any, dict[str, Any]]:
+        return widgets.Text, {"continuous_update": False, "layout": {"width": "95%"}}
 
 
-Control = Choice | Slider | Entry
-
-
-@dataclass(frozen=True)
-class Panel:
-    """The figure of the first run, and the controls where there is a kernel; shows as a cell's last expression."""
+@dataclass(frozen=True, repr=False)
+class Panel(Displayed):
+    """The figure of the first run, and the controls where there is a kernel."""
 
     still: Html
     box: Any = None  # an ipywidgets box, or None without ipywidgets or without a kernel
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def bundle(self) -> dict[str, Any]:
         bundle = {"text/html": f"{self.still.html}<p><em>{HINT}</em></p>", "text/plain": self.still.text}
         if self.box is not None:
             bundle[WIDGET_VIEW] = self.box._repr_mimebundle_()[WIDGET_VIEW]
@@ -80,24 +114,18 @@ def panel(controls: Mapping[str, Control], run: Callable[..., Html]) -> Panel:
     """Run a small measurement at the controls' starting values, and again at each press of "Measure".
 
     Args:
-        controls: one control for each argument of ``run``.
+        controls: one for each argument of ``run``.
         run: measures and returns a :func:`figure` or :func:`table`. Its errors stop the chapter in the first
             run; later a :class:`NanoinferError` shows as one line under the controls.
 
     Raises:
-        NanoinferError: a control that starts outside its own range, or ``run`` itself.
+        NanoinferError: a control that starts outside its range, or from ``run`` itself.
     """
     for name, control in controls.items():
-        _check(name, control)
+        if problem := control.problem():
+            raise NanoinferError(f"control '{name}': {problem}")
     still = run(**{name: control.start for name, control in controls.items()})
-    return Panel(still, _live(controls, run, still) if _has_kernel() else None)
-
-
-def _check(name: str, control: Control) -> None:
-    if isinstance(control, Choice) and (not control.options or control.start not in control.options):
-        raise NanoinferError(f"control '{name}': {control.value!r} is not one of {list(control.options)}")
-    if isinstance(control, Slider) and not control.low <= control.value <= control.high:
-        raise NanoinferError(f"control '{name}': {control.value} is not within {control.low} to {control.high}")
+    return Panel(still, live_box(controls, run, still) if _has_kernel() else None)
 
 
 def _has_kernel() -> bool:
@@ -109,46 +137,35 @@ def _has_kernel() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def _widget(control: Control) -> Any:
-    import ipywidgets as widgets
+def live_box(controls: Mapping[str, Control], run: Callable[..., Html], first: Html) -> Any:
+    """The controls, a "Measure" button and an output that starts with ``first``, as one ipywidgets box.
 
-    look = {"description": control.label, "style": {"description_width": "initial"}}
-    if isinstance(control, Choice):
-        return widgets.Dropdown(options=list(control.options), value=control.start, **look)
-    if isinstance(control, Entry):
-        return widgets.Text(value=control.value, continuous_update=False, layout={"width": "95%"}, **look)
-    numbers = (control.low, control.high, control.value, control.step)
-    kind = widgets.IntSlider if all(isinstance(number, int) for number in numbers) else widgets.FloatSlider
-    return kind(min=control.low, max=control.high, step=control.step, value=control.value, **look)
+    A button, because each move of a slider would queue a run.
+    """
+    import ipywidgets
 
+    inputs = {name: control.widget() for name, control in controls.items()}
+    button = ipywidgets.Button(description="Measure", button_style="primary")
+    output = ipywidgets.Output()
 
-def _live(controls: Mapping[str, Control], run: Callable[..., Html], first: Html) -> Any:
-    """The controls, a button and an output. A slider's every move would queue a run; a button runs once."""
-    import ipywidgets as widgets
+    def show(content: Html) -> None:
+        output.outputs = ({"output_type": "display_data", "data": content.bundle(), "metadata": {}},)
 
-    inputs = {name: _widget(control) for name, control in controls.items()}
-    button = widgets.Button(description="Measure", button_style="primary")
-    output = widgets.Output()
-    _replace(output, first)
+    def show_error(text: str) -> None:
+        show(Html(f'<p role="alert">{escape(text)}</p>', text))
 
     def measure(_: object = None) -> None:
         button.disabled, button.description = True, "Measuring …"
         try:
-            shown = run(**{name: widget.value for name, widget in inputs.items()})
+            show(run(**{name: widget.value for name, widget in inputs.items()}))
         except NanoinferError as error:
-            shown = Html(f'<p role="alert">{escape(str(error))}</p>', str(error))
+            show_error(str(error))
         except Exception as error:
-            # Not the reader's mistake: say so here, and leave the traceback to the kernel's log.
-            message = f"{type(error).__name__}: {error}"
-            _replace(output, Html(f'<p role="alert">{escape(message)}</p>', message))
-            raise
+            show_error(f"{type(error).__name__}: {error}")
+            raise  # not the reader's mistake: the traceback goes to the kernel's log
         finally:
             button.disabled, button.description = False, "Measure"
-        _replace(output, shown)
 
+    show(first)
     button.on_click(measure)
-    return widgets.VBox([*inputs.values(), button, output])
-
-
-def _replace(output: Any, shown: Html) -> None:
-    output.outputs = ({"output_type": "display_data", "data": shown._repr_mimebundle_(), "metadata": {}},)
+    return ipywidgets.VBox([*inputs.values(), button, output])

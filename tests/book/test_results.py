@@ -98,7 +98,7 @@ def test_dollars_never_open_mathematics(template: str, markdown: str) -> None:
 def test_prose_is_markdown() -> None:
     said = make().say("Plain **bold**.")
     assert said._repr_mimebundle_() == {"text/markdown": "Plain **bold**.", "text/plain": "Plain **bold**."}
-    assert said._repr_markdown_() == repr(said) == "Plain **bold**."
+    assert repr(said) == "Plain **bold**."
 
 
 def test_a_smoke_run_shows_no_measurement() -> None:

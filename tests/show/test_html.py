@@ -34,8 +34,11 @@ def test_a_table_has_caption_scopes_and_right_aligned_numbers() -> None:
     assert '<tr><th scope="row">naive &amp; slow</th><td class="ni-num">12.50</td></tr>' in shown.html
     assert '<td class="ni-num">–</td>' in shown.html
     assert '<div class="ni-scroll" role="region" aria-label="Speed &lt;now&gt;" tabindex="0"><table>' in shown.html
-    assert shown._repr_mimebundle_()["text/plain"] == "Speed <now>\nengine | tok/s\nnaive & slow | 12.50\ncached | –"
-    assert shown._repr_html_() == shown._repr_mimebundle_()["text/html"] == shown.html
+    assert shown.bundle() == {
+        "text/plain": "Speed <now>\nengine | tok/s\nnaive & slow | 12.50\ncached | –",
+        "text/html": shown.html,
+    }
+    assert shown._repr_mimebundle_() == shown.bundle() and repr(shown) == shown.text
 
 
 def test_a_table_refuses_ragged_rows_and_no_caption() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.show.html import Html, table
-from nanoinfer.show.widgets import HINT, WIDGET_VIEW, Choice, Control, Entry, Slider, _live, _widget, panel
+from nanoinfer.show.widgets import HINT, WIDGET_VIEW, Choice, Control, Entry, Slider, live_box, panel
 
 CELL = """
 from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ CONTROLS: dict[str, Control] = {
 
 def test_without_a_kernel_the_first_run_s_figure_shows() -> None:
     shown = panel(CONTROLS, show)
-    bundle = shown._repr_mimebundle_()
+    bundle = shown.bundle()
     assert set(bundle) == {"text/html", "text/plain"}
     assert bundle["text/plain"].splitlines()[2:] == ["batch | 2", "steps | 4", "share | 0.5000", "prompt | Once"]
     assert bundle["text/html"] == shown.still.html + f"<p><em>{HINT}</em></p>"
@@ -55,7 +55,7 @@ def test_in_a_kernel_one_output_holds_controls_and_figure() -> None:
 
 
 def test_each_control_becomes_its_widget() -> None:
-    made = {name: _widget(control) for name, control in CONTROLS.items()}
+    made = {name: control.widget() for name, control in CONTROLS.items()}
     assert {name: (type(one).__name__, one.value, one.description) for name, one in made.items()} == {
         "batch": ("Dropdown", 2, "Batch"),
         "steps": ("IntSlider", 4, "Steps"),
@@ -74,7 +74,7 @@ def test_the_button_runs_with_the_controls_values_and_replaces_the_output() -> N
         seen.append(values)
         return show(**values)
 
-    box = _live(CONTROLS, run, show(first=1))
+    box = live_box(CONTROLS, run, show(first=1))
     batch, _, _, prompt, button, output = box.children
     assert [one["data"]["text/plain"].splitlines()[-1] for one in output.outputs] == ["first | 1"]
     batch.value, prompt.value = 4, "Twice"
@@ -89,7 +89,7 @@ def test_a_mistake_shows_as_one_line_and_the_button_comes_back() -> None:
     def run(**values: Any) -> Html:
         raise NanoinferError("the prompt is empty: <type> a word")
 
-    *_, button, output = _live(CONTROLS, run, show(first=1)).children
+    *_, button, output = live_box(CONTROLS, run, show(first=1)).children
     button.click()
     (shown,) = output.outputs
     assert '<p role="alert">the prompt is empty: &lt;type&gt; a word</p>' in shown["data"]["text/html"]
@@ -100,7 +100,7 @@ def test_a_fault_of_ours_is_named_and_not_swallowed(caplog: pytest.LogCaptureFix
     def run(**values: Any) -> Html:
         raise ZeroDivisionError("division by zero")
 
-    *_, button, output = _live(CONTROLS, run, show(first=1)).children
+    *_, button, output = live_box(CONTROLS, run, show(first=1)).children
     with caplog.at_level("WARNING"):
         button.click()
     assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
