@@ -1,4 +1,4 @@
-"""Attention of new tokens over what is visible.
+"""Attention of new tokens over all visible ones.
 
 A model without a cache calls :func:`attend` on its own keys and values. With one, it hands
 queries, keys and values to the cache, which knows where the older ones are.
@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: On a CPU, so many queries at once: few enough for their scores to stay in the processor's cache.
+#: Queries per chunk on a CPU: few enough for their scores to stay in the processor's cache.
 QUERIES = 64
 
 
 class KVCache(Protocol):
-    """What a model asks of a cache. One object holds all layers of one batch."""
+    """What a model needs of a cache. One object holds all layers of one batch."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Store new keys and values ``[B, n_kv, T, d_h]``; attend with ``[B, n_q, T, d_h]`` to all that is visible.
+        """Store new keys and values ``[B, n_kv, T, d_h]``; attend with ``[B, n_q, T, d_h]`` to all visible ones.
 
         ``mask`` and the result ``[B, T, n_q * d_h]`` are as in :func:`attend`.
         """
@@ -31,25 +31,21 @@ class KVCache(Protocol):
 
 
 def causal_mask(n_new: int, n_visible: int, device: torch.device) -> Tensor:
-    """Which of ``S`` visible tokens each of ``T`` new ones may see, ``[T, S]`` bool.
+    """Which of ``S`` visible tokens each of the last ``T`` of them may see, ``[T, S]`` bool.
 
-    The new tokens are the *last* ``T`` of the ``S``. PyTorch's ``is_causal`` aligns the
-    triangle to the top left, which is wrong as soon as ``S > T``.
+    PyTorch's ``is_causal`` aligns the triangle to the top left, which is wrong as soon as ``S > T``.
     """
     ones = torch.ones(n_new, n_visible, dtype=torch.bool, device=device)
     return ones.tril(diagonal=n_visible - n_new)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention of new tokens over visible ones.
+    """Scaled dot-product attention of new tokens over visible ones, ``[B, T, n_q * d_h]``.
 
     Args:
         q: ``[B, n_q, T, d_h]``.
         k, v: ``[B, n_kv, S, d_h]`` with ``n_q`` a multiple of ``n_kv`` and ``S >= T``.
         mask: ``[B, 1, T, S]`` bool, true where a token may look; None means causal, no padding.
-
-    Returns:
-        ``[B, T, n_q * d_h]``.
     """
     batch, n_q, n_new, d_head = q.shape
     n_kv, n_visible = k.shape[1], k.shape[2]
@@ -72,7 +68,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of a prompt on a CPU, a chunk of queries at a time; shapes as in :func:`attend`.
 
-    Grouped queries share one product with their keys, which are not copied, and keys behind a chunk are not looked at.
+    Grouped queries share one product with their keys, which are not copied, and keys after a chunk are not read.
     PyTorch's own kernel takes 1.4 to 2 times as long.
     """
     batch, n_q, n_new, d_head = q.shape
@@ -88,6 +84,6 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chunk = grouped[:, :, :, at : at + n].reshape(batch, n_kv, group * n, d_head)
         scores = chunk @ keys[..., :seen]
         scores.view(batch, n_kv, group, n, seen)[..., seen - n :] += later[:n, :n]
-        found = scores.softmax(-1) @ v[:, :, :seen]
-        out[:, at : at + n] = found.view(batch, n_kv, group, n, d_head).permute(0, 3, 1, 2, 4)
+        part = scores.softmax(-1) @ v[:, :, :seen]
+        out[:, at : at + n] = part.view(batch, n_kv, group, n, d_head).permute(0, 3, 1, 2, 4)
     return out.view(batch, n_new, n_q * d_head)

@@ -25,23 +25,27 @@ def config_of(name: str) -> ModelConfig:
         return SHAPES[shape]
     if (counted := _COUNTED.get(shape.lower())) is not None:
         return from_hf(MODELS[counted][0], counted)
-    try:
-        path = Path(name).expanduser()
-        is_there = bool(name) and path.exists()
-    except (OSError, RuntimeError):  # a name too long for a file, or the home of nobody
-        path, is_there = Path(name), False
-    if is_there:
+    if (path := existing_path(name)) is not None:
         return config_of_file(path)
-    if path.suffix in (".gguf", ".json") or len(path.parts) > 2:
+    if (path := Path(name)).suffix in (".gguf", ".json") or len(path.parts) > 2:
         raise ModelError(f"{path}: no such file or folder")
     known = [*SHAPES, *_COUNTED]
     raise ModelError(f"unknown model '{name}' (nor is it a config.json, a folder or a .gguf); {nearest(shape, known)}")
 
 
+def existing_path(name: str) -> Path | None:
+    """The file or folder of this name on this machine, or None."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError):  # a name too long for a file, or an unknown user's home
+        return None
+
+
 def config_of_file(path: Path) -> ModelConfig:
     """The shape that a config.json, a folder with one, or a GGUF's header describes; no weight is read.
 
-    A GGUF's own tensors must add up to the count, so a variant that its header does not tell is refused.
+    A GGUF's own tensors must add up to the count, so a variant that its header does not describe is refused.
     Raises :class:`ModelError`.
     """
     if path.suffix != ".gguf":

@@ -1,7 +1,7 @@
-"""A mixture of experts in place of the MLP, as Mixtral has it.
+"""A mixture of experts in place of the MLP, as in Mixtral.
 
 A layer holds ``E`` MLPs. A router chooses ``k`` of them for each token, the token goes through those only, and their
-answers are added up by the router's weights: many weights to hold, few to compute with. Source: Jiang et al.,
+outputs are summed by the router's weights: many weights to hold, few to compute with. Source: Jiang et al.,
 "Mixtral of Experts" (2024).
 """
 
@@ -17,7 +17,7 @@ from nanoinfer.models.llama import MLP
 
 
 def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Of a router's logits ``[T, E]``: the weights of the chosen experts, fp32, and the experts, ``[T, k]`` each.
+    """From a router's logits ``[T, E]``, the weights of the chosen experts, fp32, and the experts, ``[T, k]`` each.
 
     The weights of a token sum to one: a softmax over its ``k`` best logits.
     """
@@ -32,23 +32,23 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.top_k, self.n_experts = config.moe.top_k, config.moe.n_experts
-        one = replace(config, d_ff=config.moe.d_expert)
+        expert = replace(config, d_ff=config.moe.d_expert)
         self.gate = nn.Linear(config.d_model, self.n_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(one) for _ in range(self.n_experts))
+        self.experts = nn.ModuleList(MLP(expert) for _ in range(self.n_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # [T, d]
         weights, chosen = route(self.gate(rows), self.top_k)  # [T, k]
-        order = chosen.flatten().argsort(stable=True)  # one expert's tokens behind the other's
+        order = chosen.flatten().argsort(stable=True)  # the tokens of one expert after another's
         counts = chosen.flatten().bincount(minlength=self.n_experts)
         computed = self.compute(rows[order // self.top_k], counts)
-        answers = torch.empty_like(computed)
-        answers[order] = computed
-        summed = (answers.view(-1, self.top_k, x.shape[-1]) * weights[..., None]).sum(1)
+        outputs = torch.empty_like(computed)
+        outputs[order] = computed
+        summed = (outputs.view(-1, self.top_k, x.shape[-1]) * weights[..., None]).sum(1)
         return summed.to(x.dtype).view_as(x)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows ``[N, d]`` through their experts: the first ``counts[0]`` through the first one, and so on."""
         parts = zip(self.experts, torch.split(rows, counts.tolist()), strict=True)
-        done = [expert(part) for expert, part in parts if len(part)]
-        return torch.cat(done) if done else rows
+        outputs = [expert(part) for expert, part in parts if len(part)]
+        return torch.cat(outputs) if outputs else rows

@@ -1,7 +1,6 @@
-"""The same weights in Hugging Face transformers: an outside reference for what is right.
+"""The same weights in Hugging Face transformers, an independent implementation to compare with.
 
-transformers is not a dependency of the library; the book, the tests and the benchmarks
-use it to hold our models to an implementation that is not ours.
+It is not a dependency of the library; the book, the tests and the benchmarks use it.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import ModelError
 from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.models.registry import LoadedModel
-
-#: GPT-2's products are stored the other way round there, ``[in, out]``.
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+from nanoinfer.models.weights import CONV1D
 
 
 def hf_config(config: ModelConfig) -> Any:
@@ -81,7 +78,7 @@ def to_transformers(loaded: LoadedModel) -> Any:
         if name.startswith("lm_head"):
             state[name] = tensor
         elif gpt2:
-            state[f"transformer.{name}"] = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
+            state[f"transformer.{name}"] = tensor.T.contiguous() if CONV1D.fullmatch(name) else tensor
         elif ".experts." not in name:
             state[f"model.{name}"] = tensor
     for name, module in ours.named_modules():
@@ -104,9 +101,12 @@ def to_transformers(loaded: LoadedModel) -> Any:
 
 def _stacked(experts: MixtureOfExperts) -> dict[str, Tensor]:
     """All experts' matrices in two tensors, as transformers holds them."""
-    w = [dict(expert.named_parameters()) for expert in experts.experts]
-    gate_up = [torch.cat((one["gate_proj.weight"], one["up_proj.weight"])) for one in w]
-    return {"gate_up_proj": torch.stack(gate_up), "down_proj": torch.stack([one["down_proj.weight"] for one in w])}
+    gate_up, down = [], []
+    for expert in experts.experts:
+        weights: dict[str, Tensor] = dict(expert.named_parameters())
+        gate_up.append(torch.cat((weights["gate_proj.weight"], weights["up_proj.weight"])))
+        down.append(weights["down_proj.weight"])
+    return {"gate_up_proj": torch.stack(gate_up), "down_proj": torch.stack(down)}
 
 
 def transformers_greedy(theirs: Any, prompt_ids: list[int], count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""One door to every model: a name in, a model ready to run out.
+"""Load a model by name.
 
 A name is looked up in this order: ``random:SHAPE``, the names we know, a
 ``.gguf`` file or a folder on this machine, a hub id ``owner/name``.
@@ -22,6 +22,7 @@ from nanoinfer.models import fetch
 from nanoinfer.models.gguf_file import inv_freq, load_gguf, read_gguf
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.models.lookup import existing_path
 from nanoinfer.models.weights import assemble, load_folder, random_state
 from nanoinfer.sampling.params import check_seed
 from nanoinfer.store import cache_dir, read_json
@@ -32,7 +33,7 @@ from nanoinfer.theory.parameters import parameters
 
 DEFAULT = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: The book's spine on the hub, each at a commit, so that a run can be repeated.
+#: The book's models on the hub, each at a commit, so that a run can be repeated.
 HUB: Mapping[str, tuple[str, str]] = {
     "gpt2": ("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": ("openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
@@ -44,14 +45,10 @@ GPT2_END = 50_256  # <|endoftext|>, GPT-2's only special token
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on its device, with what belongs to it.
+    """A model in eval mode on its device; ``model.config`` is its shape.
 
-    Attributes:
-        name: as it was asked for.
-        model: maps ids to logits; ``model.config`` is its shape.
-        tokenizer: None where there is none: prompts are then token ids.
-        eos_ids: every id that ends a sequence.
-        source: what was loaded from where, for provenance.
+    Without a tokenizer, prompts are token ids. ``eos_ids`` are all ids that end a sequence; ``source`` says what was
+    loaded from where, for provenance.
     """
 
     name: str
@@ -73,7 +70,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """Every name that can be loaded without knowing a path, and whether its files are here already."""
+    """Every name that can be loaded without a path, and whether its files are on this machine already."""
 
     def row(name: str, shape: str, on_disk: bool, how: str) -> KnownModel:
         return KnownModel(name, SHAPES[shape].family, parameters(SHAPES[shape]), on_disk, how)
@@ -92,16 +89,16 @@ def check_device(device: str | torch.device) -> torch.device:
     device = str(device)
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         raise DeviceError(f"unknown device '{device}'; {nearest(device, ['cpu', 'cuda', 'cuda:1', 'mps'])}")
-    found = torch.device(device)
-    if found.type == "cuda":
+    checked = torch.device(device)
+    if checked.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
             raise DeviceError("device 'cuda' is not there: no CUDA GPU, or a torch without CUDA; use device 'cpu'")
-        if (found.index or 0) >= count:
+        if (checked.index or 0) >= count:
             raise DeviceError(f"device '{device}' is not there: this machine has cuda:0 to cuda:{count - 1}")
-    if found.type == "mps" and not torch.backends.mps.is_available():
+    if checked.type == "mps" and not torch.backends.mps.is_available():
         raise DeviceError("device 'mps' is not there: it needs a Mac with Apple silicon; use device 'cpu'")
-    return found
+    return checked
 
 
 def check_dtype(device: str | torch.device, dtype: str | torch.dtype) -> torch.dtype:
@@ -117,7 +114,7 @@ def check_dtype(device: str | torch.device, dtype: str | torch.dtype) -> torch.d
     return DTYPES[dtype]
 
 
-#: What puts a model on a device, in a dtype, with a seed.
+#: Loads a model onto a device, in a dtype, with a seed.
 Loader = Callable[[torch.device, torch.dtype, int], LoadedModel]
 
 
@@ -144,7 +141,7 @@ def load_model(
 
 
 def find_model(name: str) -> Loader:
-    """What loads the model of this name; nothing is read or fetched yet. Raises :class:`ModelError` for no model's."""
+    """The function that loads the model of this name; nothing is read or fetched yet. Raises :class:`ModelError`."""
     if name.startswith("random:"):
         if (shape := name.removeprefix("random:")) not in SHAPES:
             raise ModelError(f"unknown shape '{shape}' in '{name}'; {nearest(shape, SHAPES)}")
@@ -155,17 +152,11 @@ def find_model(name: str) -> Loader:
     if name in HUB:
         repo, revision = HUB[name]
         return lambda device, dtype, _: _hub(name, repo, revision, device, dtype)
-    try:
-        path = Path(name).expanduser()
-        is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
-    except (OSError, RuntimeError):  # a name too long for a file, or the home of nobody
-        path, is_folder, is_file = Path(name), False, False
-    if is_folder:
-        return lambda device, dtype, _: _folder(name, path, device, dtype, f"folder {path}")
-    if is_file:
-        return lambda device, dtype, _: _gguf(name, path, device, dtype, f"file {path}")
+    if (path := existing_path(name)) is not None:
+        load, kind = (_folder, "folder") if path.is_dir() else (_gguf, "file")
+        return lambda device, dtype, _: load(name, path, device, dtype, f"{kind} {path}")
     if name.endswith(".gguf"):
-        raise ModelError(f"{path}: no such file")
+        raise ModelError(f"{name}: no such file")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return lambda device, dtype, _: _hub(name, name, "main", device, dtype)
     known = [DEFAULT, *HUB, *(f"random:{shape}" for shape in SHAPES)]
@@ -201,7 +192,7 @@ def _gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype, sourc
 
 
 def _if_supported(where: Path, read: Callable[[], Tokenizer | None]) -> Tokenizer | None:
-    """The tokenizer, or None with a warning where it is one that we cannot run exactly. Damage stays an error."""
+    """The tokenizer, or None with a warning if it cannot be run exactly. Damage stays an error."""
     try:
         return read()
     except UnsupportedTokenizer as error:
@@ -215,7 +206,7 @@ def _if_supported(where: Path, read: Callable[[], Tokenizer | None]) -> Tokenize
 def _random(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> LoadedModel:
     name, config = f"random:{shape}", SHAPES[shape]
     needed, free = parameters(config) * dtype.itemsize, psutil.virtual_memory().available
-    if device.type == "cpu" and needed > free:  # the kernel would end the process without a word
+    if device.type == "cpu" and needed > free:  # the kernel would kill the process without a message
         raise ModelError(
             f"'{name}' takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {free / 1e9:.1f} GB of "
             "memory are free; take a smaller model, or dtype bfloat16"
@@ -227,7 +218,7 @@ def _random(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> 
 
 
 def _random_tokenizer(shape: str, config: ModelConfig) -> Tokenizer | None:
-    """The vocabulary that a shape's real model has, if it can be had; token ids do without."""
+    """The vocabulary of the shape's published model, if it can be had; token ids do without."""
     if config.vocab_size == 256:
         return tokenizer_files.byte_level()
     if shape == DEFAULT and fetch.SMOLLM2.present:

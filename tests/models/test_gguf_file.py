@@ -86,8 +86,11 @@ def write(path: Path, change: dict[str, Any] | None = None, kind: str = "F32", *
     return plain
 
 
-def test_header_equals_that_of_the_gguf_package() -> None:
-    path = fetch.fetch(fetch.SMOLLM2)
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_header_equals_that_of_the_gguf_package(real: bool, tmp_path: Path) -> None:
+    path = fetch.fetch(fetch.SMOLLM2) if real else tmp_path / "m.gguf"
+    if not real:
+        write(path, kind="Q8_0", tokenizer__ggml__model="gpt2")
     ours, theirs = read_gguf(path), GGUFReader(path)
     fields = {key: field for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
     assert list(ours.meta) == list(fields)
@@ -264,6 +267,7 @@ print((status("VmHWM") - before) / sum(p.nbytes for p in model.parameters()), se
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_load_is_quick_and_small(tmp_path: Path, dtype: str) -> None:

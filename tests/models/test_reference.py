@@ -1,4 +1,4 @@
-"""The engines beside Hugging Face transformers: greedy tokens in fp32, wherever the margin is clear."""
+"""The engines against Hugging Face transformers: greedy tokens in fp32, wherever the margin is clear."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def agree(loaded: LoadedModel, prompts: list[list[int]], count: int) -> int:
     return compared
 
 
+@pytest.mark.slow
 def test_smollm2(loaded_smollm2: LoadedModel) -> None:
     tokenizer = loaded_smollm2.tokenizer
     assert tokenizer is not None
@@ -49,6 +50,7 @@ def test_smollm2(loaded_smollm2: LoadedModel) -> None:
     assert agree(loaded_smollm2, prompts, COUNT) >= 2 * COUNT
 
 
+@pytest.mark.slow
 def test_random_gpt2_at_its_true_shape() -> None:
     loaded = load_model("random:gpt2", seed=1)
     generator = torch.Generator().manual_seed(0)
@@ -67,6 +69,7 @@ def test_its_own_generate_says_the_same(config: ModelConfig) -> None:
     assert transformers_greedy(to_transformers(loaded), [1, 2, 3], 9) == done.token_ids
 
 
+@pytest.mark.slow
 def test_logits_of_smollm2(loaded_smollm2: LoadedModel) -> None:
     ids = torch.arange(100, 164)[None]
     with torch.inference_mode():

@@ -30,9 +30,8 @@ def kept(params: SamplingParams, probs: list[float] = PROBS) -> dict[int, float]
 
 
 def draws(params: SamplingParams, count: int, probs: list[float] = PROBS) -> torch.Tensor:
-    state = SamplerState(params, [0])
-    logits = torch.tensor([probs]).log()
-    return torch.tensor([int(sample(logits, [state])) for _ in range(count)])
+    """``count`` draws of one request: the same state in every row, whose generator is asked once a row."""
+    return sample(torch.tensor([probs] * count).log(), [SamplerState(params, [0])] * count)
 
 
 @pytest.mark.parametrize(
