@@ -38,7 +38,6 @@ __all__ = [
     "activation_bytes",
     "active_parameters",
     "attention_intensity_decode",
-    "attention_intensity_prefill",
     "attention_parameters",
     "bytes_per_element",
     "decode_bytes",
@@ -58,8 +57,6 @@ __all__ = [
     "parameters",
     "prefill_bytes",
     "prefill_flops",
-    "prefill_intensity",
-    "score_bytes",
     "step_weight_bytes",
     "tokens_seen",
     "weight_bytes",
@@ -126,25 +123,26 @@ def decode_flops(config: ModelConfig, context: int) -> int:
     return 2 * active_parameters(config) + pair_flops(config, absorbed=True) * tokens_seen(config, context)
 
 
-def _pairs_doubled(config: ModelConfig, tokens: int) -> int:
-    """Twice the query-key pairs of causal attention over ``tokens``, all layers: ``S^2``, or ``2 w S - w^2``."""
-    total = 0
+def causal_flops(config: ModelConfig, tokens: int) -> int:
+    """FLOPs of causal attention over ``tokens``, all layers: ``2 L n_q d_h S^2``, of a window ``w`` ``2 w S - w^2``.
+
+    Half of the square, up to a term in ``S`` that vanishes for long prompts.
+    """
+    pairs_doubled = 0
     for layer in range(config.n_layers):
         window = min(tokens, config.window_of(layer) or tokens)
-        total += 2 * window * tokens - window**2
-    return total
+        pairs_doubled += 2 * window * tokens - window**2
+    return pair_flops(config) * pairs_doubled // 2
 
 
 def prefill_flops(config: ModelConfig, tokens: int, last_only: bool = True) -> int:
     """FLOPs of one causal pass over ``tokens``; with ``last_only`` the head runs for one position.
 
-    ``2 P' S + 2 L n_q d_h S^2``: causal attention does half of the square, up to a term in S that
-    vanishes for long prompts. Less ``2 V d (S - 1)`` where only the last logits are computed.
+    ``2 P' S`` and :func:`causal_flops`, less ``2 V d (S - 1)`` where only the last logits are computed.
     """
     check_sizes(tokens=tokens)
-    attention = pair_flops(config) * _pairs_doubled(config, tokens) // 2
     head = 2 * config.vocab_size * config.d_model * (tokens - 1) if last_only else 0
-    return 2 * active_parameters(config) * tokens + attention - head
+    return 2 * active_parameters(config) * tokens + causal_flops(config, tokens) - head
 
 
 def generate_flops(config: ModelConfig, prompt: int, new: int, cached: bool) -> int:
@@ -195,15 +193,6 @@ def activation_bytes(
     return batch * (tokens * rope + widest) * bytes_per_element(dtype)
 
 
-def score_bytes(config: ModelConfig, batch: int, tokens: int, context: int, dtype: str = "float32") -> int:
-    """Bytes of one layer's attention scores ``[B, n_q, T, S]``, which attention kernels that work by tiles never write.
-
-    ``context`` is ``S``, the new ``tokens`` included.
-    """
-    check_sizes(batch=batch, tokens=tokens, context=context)
-    return batch * config.n_heads * tokens * context * bytes_per_element(dtype)
-
-
 # --- intensity: FLOPs per byte moved --------------------------------------------
 
 
@@ -232,20 +221,6 @@ def attention_intensity_decode(config: ModelConfig, dtype: str = "bfloat16") -> 
     heads of DeepSeek-V3 in 16 bits.
     """
     return pair_flops(config, absorbed=True) / (kv_width(config) * bytes_per_element(dtype))
-
-
-def attention_intensity_prefill(config: ModelConfig, tokens: int, dtype: str = "bfloat16") -> float:
-    """FLOPs per byte of causal attention over ``tokens``: q, k, v read and the output written once, no scores written.
-
-    ``S n_q / ((n_q + n_kv) b)`` without a window. With MLA keys and values are expanded to all heads.
-    """
-    check_sizes(tokens=tokens)
-    if (mla := config.mla) is None:
-        width = 2 * (config.n_heads + config.n_kv_heads) * config.d_head
-    else:
-        width = 2 * config.n_heads * (mla.d_qk + mla.v_head_dim)
-    moved = config.n_layers * tokens * width * bytes_per_element(dtype)
-    return pair_flops(config) * _pairs_doubled(config, tokens) / 2 / moved
 
 
 def decode_bytes(
@@ -286,16 +261,3 @@ def prefill_bytes(
     check_sizes(batch=batch, tokens=tokens)
     weights = step_weight_bytes(config, batch * tokens, dtype, quantisation)
     return weights + kv_bytes(config, batch, tokens, kv_dtype or dtype)
-
-
-def prefill_intensity(
-    config: ModelConfig,
-    batch: int,
-    tokens: int,
-    dtype: str = "bfloat16",
-    quantisation: Quantisation | None = None,
-    kv_dtype: str | None = None,
-) -> float:
-    """FLOPs per byte of a whole prefill, head on the last position only."""
-    moved = prefill_bytes(config, batch, tokens, dtype, quantisation, kv_dtype)
-    return batch * prefill_flops(config, tokens) / moved

@@ -10,6 +10,7 @@ for the bubble; Liu et al., "Ring Attention" (2023); Lepikhin et al., "GShard" (
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -20,12 +21,21 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
 from nanoinfer.theory import arithmetic, capacity
 from nanoinfer.theory.parameters import check_sizes
-from nanoinfer.theory.stages import evenly
 
 #: Bytes of a token's id, and of a count.
 INT64: Final = 8
 #: Bytes of a number of a partial attention: those that are to be merged are kept exact.
 FP32: Final = 4
+#: Seconds of a call in one server and between two, assumed where nothing else is known.
+ALPHA_S: Final = 8e-6
+ACROSS_ALPHA_S: Final = 10e-6
+
+
+def partition(count: int, parts: int) -> tuple[range, ...]:
+    """``count`` items in ``parts`` contiguous ranges whose sizes differ by at most 1, the larger ones first."""
+    size, larger = divmod(count, parts)
+    starts = [i * size + min(i, larger) for i in range(parts + 1)]
+    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,63 @@ def seconds(traffic: Iterable[Traffic], alpha: float, bandwidth: float) -> float
     return sum(part.calls * alpha + part.sent / bandwidth for part in traffic)
 
 
+@dataclass(frozen=True)
+class Network:
+    """The links of one kind of server: a fast one between its devices, a slow one to other servers.
+
+    Every device has a port of its own to the other servers, and a group's ranks fill one server after the other. An
+    all-reduce over several servers has three parts: the ranks of a server each sum up a share, ranks of the same place
+    in all servers sum up those, and the servers spread them out again. Between ``k`` servers a tree is climbed, and
+    ``across_alpha`` is paid for each doubling. Source: the cost model in NCCL (src/graph/tuning.cc,
+    https://github.com/NVIDIA/nccl).
+
+    Attributes:
+        link: bytes/s one way between the devices of a server.
+        alpha: seconds of one call there.
+        across: bytes/s one way of each device to other servers; ``None`` where all devices share ``link``.
+        across_alpha: seconds of one call between two servers.
+        per_node: devices of a server.
+    """
+
+    link: float
+    alpha: float = ALPHA_S
+    across: float | None = None
+    across_alpha: float = ACROSS_ALPHA_S
+    per_node: int = 8
+
+    def nodes(self, n: int, stride: int = 1) -> int:
+        """Servers that ``n`` ranks reach into, each ``stride`` devices from the next."""
+        check_sizes(n=n, stride=stride)
+        return 1 if self.across is None else math.ceil(n / self._together(n, stride))
+
+    def seconds(self, traffic: Iterable[Traffic], n: int, stride: int = 1) -> float:
+        """Of all calls among ``n`` ranks, one after the other."""
+        return sum(self._seconds(part, n, stride) for part in traffic)
+
+    def hop(self, part: Traffic, crosses: bool) -> float:
+        """Seconds of messages from one device to another, which may be in another server."""
+        if crosses and self.across is not None:
+            return part.calls * self.across_alpha + part.sent / self.across
+        return part.calls * self.alpha + part.sent / self.link
+
+    def _together(self, n: int, stride: int) -> int:
+        """Ranks of a group that are in one server."""
+        return min(n, max(1, self.per_node // stride))
+
+    def _seconds(self, part: Traffic, n: int, stride: int) -> float:
+        k, g = self.nodes(n, stride), self._together(n, stride)
+        if k == 1 or self.across is None:
+            return self.hop(part, crosses=False)
+        if part.kind in ("send", "exchange"):  # of a ring all wait for the pair that is furthest apart
+            return self.hop(part, crosses=True)
+        if part.kind == "all-to-all":  # both links at once
+            inside = part.sent * (g - 1) / (n - 1) / self.link
+            return part.calls * self.across_alpha + max(inside, part.sent * (n - g) / (n - 1) / self.across)
+        crossing = part.sent * (k - 1) / (n - 1)
+        alpha = self.across_alpha * math.ceil(math.log2(k)) + (self.alpha if g > 1 else 0.0)
+        return part.calls * alpha + (part.sent - crossing) / self.link + crossing / self.across
+
+
 # --- the splits ---------------------------------------------------------------------
 
 
@@ -108,7 +175,7 @@ def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
     check_sizes(rows=rows, micro_batches=micro_batches)
     if micro_batches > rows:
         raise RequestError(f"{rows} rows do not fill {micro_batches} micro-batches; take at most {rows}")
-    return tuple(map(len, evenly(rows, micro_batches)))
+    return tuple(map(len, partition(rows, micro_batches)))
 
 
 def pipeline_parallel(

@@ -10,13 +10,22 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+#: Of each row of a step: tokens in the cache already, and new ones.
+Rows = Sequence[tuple[int, int]]
 
-def between(x: float, below: tuple[float, float], above: tuple[float, float]) -> float:
-    """The value at ``x`` on the line, straight in log-log, through two points ``(x, y)`` with positive numbers."""
-    (x0, y0), (x1, y1) = below, above
+
+def interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """The value at ``x`` on straight lines in log-log through ``points`` (positive, ``x`` rising); flat beyond them.
+
+    Without numpy, whose import would take longer than a whole prediction.
+    """
+    at = bisect.bisect_left(points, x, key=lambda point: point[0])
+    if at == 0 or at == len(points) or points[at][0] == x:
+        return points[min(at, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
     share = math.log(x / x0) / math.log(x1 / x0)
     return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
 
@@ -36,13 +45,8 @@ class Curve:
 
     def at(self, size: float) -> float:
         """Seconds at ``size``."""
-        if size <= self.sizes[0]:
-            return self.seconds[0]
-        if size >= self.sizes[-1]:
-            return self.seconds[-1] * size / self.sizes[-1]
-        at = bisect.bisect_right(self.sizes, size)
-        below, above = ((self.sizes[i], self.seconds[i]) for i in (at - 1, at))
-        return between(size, below, above)
+        beyond = max(1.0, size / self.sizes[-1])
+        return beyond * interpolate(size, tuple(zip(self.sizes, self.seconds, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class OperatorCurves:
             raise ValueError(f"not a record of timed operators: {error!r}") from None
 
     def attention(self, batch: int, new: int, context: int) -> float:
-        """Seconds of one layer's attention."""
+        """Seconds of one layer's attention of ``batch`` rows that are all alike."""
         if new > 1:
             return batch * self.prefill_attention.at(context)
         return _between_batches(self.decode_attention, batch, context)
@@ -106,6 +110,20 @@ class OperatorCurves:
     def paged(self, rows: int, context: float) -> float:
         """Seconds of one layer's attention over a paged cache, one new token a row."""
         return _between_batches(self.paged_attention, rows, context)
+
+    def mixed_attention(self, rows: Rows) -> float:
+        """Seconds of one layer's attention over a paged cache, rows with one new token and chunks of prompts."""
+        singles = [old + 1 for old, new in rows if new == 1]
+        seconds = self.paged(len(singles), sum(singles) / len(singles)) if singles else 0.0
+        # A chunk is the lower part of a triangle.
+        chunk = self.prefill_attention
+        return seconds + sum(chunk.at(old + new) - (chunk.at(old) if old else 0.0) for old, new in rows if new > 1)
+
+    def rest_of(self, phase: str, *, paged: bool) -> Curve:
+        """All but products and attention of one layer, in ``prefill`` or ``decode``."""
+        if phase == "decode":
+            return self.paged_rest if paged else self.rest
+        return self.paged_rest_prefill if paged else self.rest_prefill
 
 
 def _between_batches(curves: Mapping[int, Curve], batch: int, context: float) -> float:

@@ -12,10 +12,9 @@ from typing import Final, Literal
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
+from nanoinfer.theory.parallel import ParallelConfig, decode_step, memory, prefill_step
 from nanoinfer.theory.parameters import check_sizes
 from nanoinfer.theory.roofline import Machine, Step
-from nanoinfer.theory.split import Split, memory
-from nanoinfer.theory.split_steps import decode_step, prefill_step
 
 Way = Literal["tp", "pp", "cp", "ep", "replicas"]
 WAYS: Final[tuple[Way, ...]] = ("tp", "pp", "cp", "ep", "replicas")
@@ -43,7 +42,7 @@ class Point:
         prefill_link_share: the same of the prefill.
     """
 
-    split: Split
+    split: ParallelConfig
     fits: bool
     rows: int
     prefill_s: float
@@ -124,7 +123,7 @@ def scale(
     points: list[Point] = []
     ends = "no more were asked for"
     for n in devices:
-        split = Split(**{way: n})
+        split = ParallelConfig(**{way: n})
         rows = batch * split.group if rows_per_device else batch
         uneven = min(imbalance, float(split.ep))
         try:

@@ -1,0 +1,346 @@
+"""One model on several devices: what each must hold, and how long a step then takes.
+
+- tensor parallel: every layer in ``tp`` parts; two all-reduces a layer;
+- pipeline parallel: ``pp`` stages of whole layers. A row passes them one after the other, so a single stream gains
+  nothing, and while micro-batches fill and leave the pipeline its devices wait;
+- context parallel: ``cp`` parts of each row's tokens and of its cache, all weights on every device. A prompt's keys and
+  values go round a ring during the arithmetic; in decode every device does all products and reads its part of the cache;
+- expert parallel: ``ep`` parts of a mixture of experts, to which tokens travel, and of the batch; all else on every
+  device;
+- replicas: copies of all that, which share nothing.
+
+A :class:`~nanoinfer.theory.roofline.Step` here is that of ONE device, the busiest, whose operators add up to the step.
+Sources: :mod:`nanoinfer.theory.communication`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from nanoinfer.configs.config import ModelConfig
+from nanoinfer.errors import RequestError
+from nanoinfer.theory import arithmetic, capacity, communication, roofline
+from nanoinfer.theory.communication import Traffic, partition
+from nanoinfer.theory.parameters import (
+    Matrix,
+    bytes_per_element,
+    check_sizes,
+    experts_touched,
+    head_matrix,
+    layer_matrices,
+    norm_parameters,
+    position_parameters,
+    weight_bytes,
+)
+from nanoinfer.theory.roofline import Machine, Operator, Step, StepShape
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many devices share a model in each dimension; ``replicas`` copies of all that run independently."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    replicas: int = 1
+
+    @property
+    def group(self) -> int:
+        """Devices of one replica."""
+        return self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.group * self.replicas
+
+    def __str__(self) -> str:
+        parts = [f"{name} {n}" for name, n in vars(self).items() if n > 1]
+        return " x ".join(parts) or "one device"
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise :class:`RequestError` where a model cannot be split so, or two dimensions do not combine here."""
+        check_sizes(**vars(self))
+        capacity.check_tp(config, self.tp)
+        stages(config.n_layers, self.pp)
+        communication.check_ep(config, self.ep)
+        if self.cp > 1 and self.pp > 1:
+            raise RequestError("cp and pp together are not modelled: take cp with tp, or pp with tp")
+        if self.ep > 1 and self.group > self.ep:
+            raise RequestError(
+                "ep spreads experts over devices that each hold all else, so it goes with replicas alone: "
+                "leave out --tp, --pp and --cp"
+            )
+
+
+# --- stages of a pipeline ---------------------------------------------------------------
+
+
+@cache
+def stages(n_layers: int, pp: int) -> tuple[range, ...]:
+    """The layers of each of ``pp`` stages. Raises :class:`RequestError` for fewer layers than stages."""
+    check_sizes(pp=pp)
+    if pp > n_layers:
+        raise RequestError(f"pp {pp} stages need a layer each and the model has {n_layers}: take at most {n_layers}")
+    return partition(n_layers, pp)
+
+
+@cache
+def layers_of(config: ModelConfig, layers: range) -> ModelConfig:
+    """The shape of some of a model's layers, as if they were a model; windows and experts stay where they are."""
+
+    def moved(kept: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i - layers.start for i in kept if i in layers)
+
+    window, moe = config.window, config.moe
+    return replace(
+        config,
+        n_layers=len(layers),
+        window=window and replace(window, full_layers=moved(window.full_layers)),
+        moe=moe and replace(moe, dense_layers=moved(moe.dense_layers)),
+    )
+
+
+@cache
+def stage_weight_bytes(config: ModelConfig, layers: range, dtype: str) -> int:
+    """Bytes of one stage's weights. A tied matrix is needed at both ends, so two stages hold it."""
+    element, table = bytes_per_element(dtype), head_matrix(config).size
+    ends = norm_parameters(config) + position_parameters(config) + table * (1 if config.tied else 2)
+    is_first, is_last = layers.start == 0, layers.stop == config.n_layers
+    if is_first and is_last:
+        return weight_bytes(config, dtype)
+    kept = is_first * (table + position_parameters(config)) + is_last * (table + norm_parameters(config))
+    return weight_bytes(layers_of(config, layers), dtype) + element * (kept - ends)
+
+
+# --- memory -----------------------------------------------------------------------------
+
+
+def memory(
+    config: ModelConfig, split: ParallelConfig, batch: int, context: int, dtype: str = "bfloat16", *, block: int = 1
+) -> capacity.Bytes:
+    """Bytes of the fullest device when each replica serves ``batch`` rows of ``context`` tokens.
+
+    Raises:
+        RequestError: what :meth:`ParallelConfig.check` refuses, sizes below 1.
+    """
+    split.check(config)
+    rows, tokens = math.ceil(batch / split.ep), math.ceil(context / split.cp)
+    if split.pp == 1:
+        used = capacity.where_bytes_go(config, rows, tokens, dtype, tp=split.tp, block=block)
+        return replace(used, weights=used.weights - _experts_elsewhere(config, dtype, split.ep))
+    stage_bytes = []
+    for stage in stages(config.n_layers, split.pp):
+        part = layers_of(config, stage)
+        used = capacity.where_bytes_go(part, batch, tokens, dtype, tp=split.tp, block=block)
+        weights = stage_weight_bytes(config, stage, dtype) / split.tp
+        activations = arithmetic.activation_bytes(config, math.ceil(batch / min(split.pp, batch)), 1, dtype=dtype)
+        stage_bytes.append(replace(used, weights=weights, activations=activations))
+    return max(stage_bytes, key=lambda used: used.total)
+
+
+@cache
+def _experts_elsewhere(config: ModelConfig, dtype: str, ep: int) -> float:
+    """Bytes of the experts that other devices hold."""
+    matrices = (m for layer in range(config.n_layers) for m in layer_matrices(config, layer) if m.copies > 1)
+    return sum(m.copies * m.size for m in matrices) * bytes_per_element(dtype) * (1 - 1 / ep)
+
+
+def largest_batch(
+    config: ModelConfig,
+    split: ParallelConfig,
+    context: int,
+    memory_bytes: float,
+    dtype: str = "bfloat16",
+    *,
+    utilisation: float = 0.9,
+    block: int = 16,
+) -> int:
+    """Rows of ``context`` tokens for which each replica has memory: 0 where not even one fits with the weights."""
+    usable = memory_bytes * utilisation
+
+    def fits(rows: int) -> bool:
+        return memory(config, split, rows, context, dtype, block=block).total <= usable
+
+    return capacity.largest(fits, 2**30)
+
+
+# --- steps ------------------------------------------------------------------------------
+
+
+def decode_step(
+    config: ModelConfig,
+    machine: Machine,
+    split: ParallelConfig,
+    batch: int,
+    context: int,
+    *,
+    micro_batches: int | None = None,
+    drained: bool = False,
+    imbalance: float = 1.0,
+) -> Step:
+    """One new token for each of ``batch`` rows, of one replica, that then hold ``context`` tokens.
+
+    Args:
+        micro_batches: that pass a pipeline; None for as many as there are stages, or rows if those are fewer.
+        drained: every row's token is waited for before the next step begins. If not, a micro-batch goes on
+            as soon as its own token has come back, and with as many of them as stages no stage waits.
+        imbalance: the busiest device's share of the experts' tokens over the mean one.
+
+    Raises:
+        RequestError: what :meth:`ParallelConfig.check` refuses, sizes below 1, a context beyond the model's, no link.
+    """
+    return _step(config, machine, split, StepShape.decode(batch, context), micro_batches, drained, imbalance)
+
+
+def prefill_step(
+    config: ModelConfig,
+    machine: Machine,
+    split: ParallelConfig,
+    batch: int,
+    tokens: int,
+    *,
+    micro_batches: int | None = None,
+    imbalance: float = 1.0,
+) -> Step:
+    """A causal pass over ``batch`` prompts of ``tokens`` each; arguments and errors as :func:`decode_step`."""
+    return _step(config, machine, split, StepShape.prefill(batch, tokens), micro_batches, True, imbalance)
+
+
+def _step(
+    config: ModelConfig,
+    machine: Machine,
+    split: ParallelConfig,
+    shape: StepShape,
+    micro_batches: int | None,
+    drained: bool,
+    imbalance: float,
+) -> Step:
+    split.check(config)
+    shape.check(config)
+    if not 1 <= imbalance <= split.ep:
+        raise RequestError(f"imbalance, the largest load over the mean, lies from 1 to ep {split.ep}; got {imbalance}")
+    if split.pp == 1 and (micro_batches or 1) > 1:
+        raise RequestError("micro-batches are those of a pipeline: give --pp too")
+    if split.pp > 1:
+        operators = _pipeline(config, machine, split, shape, micro_batches, drained)
+    elif split.cp > 1 and shape.phase == "prefill":
+        operators = _ring(config, machine, split, shape)
+    elif split.cp > 1:
+        operators = _distributed_cache(config, machine, split, shape)
+    elif split.ep > 1:
+        operators = _experts(config, machine, split.ep, shape, imbalance)
+    else:
+        return roofline.uniform_step(config, machine, shape, split.tp)
+    return Step(shape.phase, shape.batch, shape.context, machine, roofline.merged(operators))
+
+
+def _pipeline(
+    config: ModelConfig,
+    machine: Machine,
+    split: ParallelConfig,
+    shape: StepShape,
+    micro_batches: int | None,
+    drained: bool,
+) -> list[Operator]:
+    """The busiest stage's operators for all micro-batches, its messages, and the time in which it waits."""
+    pp, tp, network = split.pp, split.tp, machine.require_network()
+    element = bytes_per_element(machine.dtype)
+    m = min(pp, shape.batch) if micro_batches is None else micro_batches
+    largest = replace(shape, batch=communication.micro_batch_rows(shape.batch, m)[0])  # the others wait for it
+    parts = [_stage(config, layers, machine, largest, tp) for layers in stages(config.n_layers, pp)]
+    hop = communication.pipeline_parallel(config, largest.batch, shape.new, pp, element, 1)[0]
+    ids = communication.pipeline_parallel(config, shape.batch, shape.new, pp, element, m)[-1]
+    crossings = network.nodes(pp, tp) - 1
+    hops = (pp - 1 - crossings) * network.hop(hop, crosses=False) + crossings * network.hop(hop, crosses=True)
+    slowest_hop = network.hop(hop, crosses=crossings > 0)
+    busiest = max(parts, key=_seconds)
+    path = sum(map(_seconds, parts)) + hops + network.seconds((ids,), pp, tp)
+    tick = _seconds(busiest) + slowest_hop
+    whole = path + (m - 1) * tick if drained else max(path, m * tick)
+    send = Operator("send", 0.0, m * hop.sent, m, m * slowest_hop, "link")
+    return [*(op.times(m) for op in busiest), send, Operator("waiting", 0.0, 0.0, m, whole - m * tick, "idle")]
+
+
+def _stage(config: ModelConfig, layers: range, machine: Machine, shape: StepShape, tp: int) -> list[Operator]:
+    """One stage's operators for one micro-batch; the head belongs to the last stage, the embedding to the first."""
+    ends = shape.batch if layers.stop == config.n_layers else 0
+    part = layers_of(config, layers)
+    return roofline.uniform_operators(part, machine, shape, ends, tp, embeds=layers.start == 0)
+
+
+def _seconds(operators: Sequence[Operator]) -> float:
+    return sum(op.seconds for op in operators)
+
+
+def _ring(config: ModelConfig, machine: Machine, split: ParallelConfig, shape: StepShape) -> list[Operator]:
+    """A prefill whose tokens are divided evenly, causal work too; exchanges overlap with the attention."""
+    cp, tp, batch = split.cp, split.tp, shape.batch
+    ring, *ends = communication.context_parallel(config, batch, shape.new, cp, bytes_per_element(machine.dtype))
+    ring = _part(ring, capacity.kv_share(config, tp))
+    local = roofline.uniform_step(config, machine, StepShape.prefill(batch, math.ceil(shape.new / cp)), tp)
+    attention = _divided(roofline.uniform_attention(config, machine, shape, tp), machine, config.n_layers, cp)
+    # The first of cp parts is local; each of the others arrives while the one before it is worked on.
+    hidden = attention.seconds * (cp - 1) / cp
+    exposed = max(0.0, machine.require_network().seconds((ring,), cp, tp) - hidden)
+    operators = [attention if op.name == "attention" else op for op in local.operators]
+    operators.append(roofline.link_operator("exposed exchange", ring, exposed))
+    return [*operators, *roofline.message_operators(ends, machine, cp, tp)]
+
+
+def _distributed_cache(
+    config: ModelConfig, machine: Machine, split: ParallelConfig, shape: StepShape
+) -> list[Operator]:
+    """A decode step in which every device does all products and attends to its part of the cache."""
+    cp, tp = split.cp, split.tp
+    gather, ids = communication.context_parallel_decode(config, shape.batch, cp)
+    operators = [
+        _divided(op, machine, config.n_layers, cp, read=cp) if op.name == "attention" else op
+        for op in roofline.uniform_step(config, machine, shape, tp).operators
+    ]
+    return [*operators, *roofline.message_operators((_part(gather, 1 / tp), ids), machine, cp, tp)]
+
+
+def _divided(op: Operator, machine: Machine, layers: int, n: int, read: int = 1) -> Operator:
+    """Attention whose arithmetic ``n`` devices share; each reads ``1/read`` of the cache."""
+    flops, nbytes = op.flops / n, op.nbytes / read
+    if machine.curves is not None:
+        return replace(op, flops=flops, nbytes=nbytes, seconds=op.seconds / n)
+    launch = layers * machine.launch_s * (n if read == 1 else 1)  # a ring attends to one part after the other
+    compute, memory = flops / machine.peak, nbytes / machine.bandwidth
+    bound = roofline.bound_of(compute, memory, launch)
+    return replace(op, flops=flops, nbytes=nbytes, seconds=max(compute, memory) + launch, bound=bound)
+
+
+def _part(traffic: Traffic, share: float) -> Traffic:
+    return replace(traffic, message=traffic.message * share, sent=traffic.sent * share)
+
+
+def _experts(config: ModelConfig, machine: Machine, ep: int, shape: StepShape, imbalance: float) -> list[Operator]:
+    """The rows are divided for all but the experts; those see all devices' tokens, the busiest device most of them."""
+    local = replace(shape, batch=math.ceil(shape.batch / ep))
+    experts = roofline.merged(
+        _expert(matrix, machine, shape.tokens, ep, imbalance)
+        for layer in range(config.n_layers)
+        for matrix in layer_matrices(config, layer)
+        if matrix.copies > 1
+    )
+    by_name = {op.name: op for op in experts}
+    operators = [by_name.get(op.name, op) for op in roofline.uniform_step(config, machine, local).operators]
+    *small, tokens = communication.expert_parallel(config, local.tokens, ep, bytes_per_element(machine.dtype))
+    return [*operators, *roofline.message_operators((*small, _part(tokens, imbalance)), machine, ep)]
+
+
+def _expert(matrix: Matrix, machine: Machine, tokens: int, ep: int, imbalance: float) -> Operator:
+    """One expert matrix, its copies divided: a device reads those of its own that any token chose."""
+    element = bytes_per_element(machine.dtype)
+    touched = experts_touched(matrix.copies, matrix.used, tokens) / ep
+    met = tokens * matrix.used * imbalance / ep
+    nbytes = touched * matrix.size * element + met * (matrix.rows + matrix.columns) * element
+    return roofline.product_at_rates(
+        matrix.name, machine, 2.0 * met * matrix.rows * matrix.columns, nbytes, met / touched
+    )
