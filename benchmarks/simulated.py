@@ -31,7 +31,7 @@ from nanoinfer.measure.metrics import collect
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.simulate.virtual import simulated
-from nanoinfer.theory.ragged import StepTimes
+from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem, parse_lengths, schedule_at, synthetic
 

@@ -21,7 +21,7 @@ from nanoinfer.measure import clock
 from nanoinfer.measure.environment import cpu_model, provenance, usable_cores
 from nanoinfer.measure.stats import sorted_percentile
 from nanoinfer.store import cache_file, cached, read_cached
-from nanoinfer.theory.curves import Curve
+from nanoinfer.theory.curves import interpolate
 
 if TYPE_CHECKING:
     import torch
@@ -144,10 +144,8 @@ class Calibration:
         Raises :class:`DeviceError` for a dtype that was not measured, :class:`NanoinferError` for no rows.
         """
         check("rows", rows, at_least=1, error=NanoinferError)
-        points = sorted(self._points(dtype, streamed=streamed), key=lambda point: point.rows)
-        # Seconds in proportion to rows / rate: straight lines of one are straight lines of the other.
-        curve = Curve(tuple(p.rows for p in points), tuple(p.rows / p.rate.median for p in points))
-        return rows / curve.at(rows)
+        points = sorted((point.rows, point.rate.median) for point in self._points(dtype, streamed=streamed))
+        return interpolate(rows, points)
 
     def launch_seconds(self, dtype: str) -> tuple[float, float]:
         """Seconds to start one small operator, and one small ``F.linear`` in ``dtype``. Raises :class:`DeviceError`."""

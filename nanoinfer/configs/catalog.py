@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from importlib.resources import files
 from typing import Any
+
+from nanoinfer.data import read_toml
 
 
 def _read() -> dict[str, tuple[dict[str, Any], int]]:
-    families = tomllib.loads(files("nanoinfer.data").joinpath("models.toml").read_text(encoding="utf-8"))
+    families = read_toml("models")
     usual_columns = families.pop("columns")
     models = {}
     for family, table in families.items():
@@ -17,7 +17,8 @@ def _read() -> dict[str, tuple[dict[str, Any], int]]:
         for name, (parameters, context, values, *more) in table["models"].items():
             config = {"model_type": family, context_key: context, **table.get("common", {})}
             config |= dict(zip(columns, values, strict=True))
-            models[name] = (config | (more[0] if more else {}), parameters)
+            config |= more[0] if more else {}
+            models[name] = ({key: None if value == "null" else value for key, value in config.items()}, parameters)
     return models
 
 

@@ -27,7 +27,7 @@ from nanoinfer.models.attention import causal_mask
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.rank_engine import RankEngine
-from nanoinfer.theory.stages import evenly
+from nanoinfer.theory.communication import partition
 
 #: Attention over some of the keys: ``[B, n_q, T, d_h]`` and its log-sum-exp ``[B, n_q, T]``, both fp32.
 Partial = tuple[Tensor, Tensor]
@@ -79,7 +79,7 @@ def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 def rank_positions(tokens: int, rank: int, ranks: int) -> list[int]:
     """Positions in the prompt of the tokens of a rank's two chunks."""
-    chunks = evenly(tokens, 2 * ranks)
+    chunks = partition(tokens, 2 * ranks)
     return [position for chunk in zigzag_chunks(rank, ranks) for position in chunks[chunk]]
 
 
@@ -101,7 +101,7 @@ def ring_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, tokens: 
     """
     rank, n = comm.rank, comm.size
     after, before = (rank + 1) % n, (rank - 1) % n
-    lengths = [len(chunk) for chunk in evenly(tokens, 2 * n)]
+    lengths = [len(chunk) for chunk in partition(tokens, 2 * n)]
     own = zigzag_chunks(rank, n)
     queries = torch.split(q, [lengths[i] for i in own], dim=2)
     merged: dict[int, Partial] = {}

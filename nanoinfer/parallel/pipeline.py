@@ -28,7 +28,8 @@ from nanoinfer.models.registry import LoadedModel
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.rank_engine import RankEngine
-from nanoinfer.theory.stages import evenly, layers_of, stages
+from nanoinfer.theory.communication import partition
+from nanoinfer.theory.parallel import layers_of, stages
 
 
 def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
@@ -131,7 +132,7 @@ class PipelineEngine(RankEngine):
 
     def start(self, requests: list[Request]) -> Forward:
         """Allocate a cache for each micro-batch; a forward pass runs those in sequence that have not ended."""
-        parts = evenly(len(requests), min(self.micro_batches, len(requests)))
+        parts = partition(len(requests), min(self.micro_batches, len(requests)))
         batches = [StageBatch(self, [requests[i] for i in part]) for part in parts]
 
         def forward(running: list[Request]) -> Tensor:

@@ -27,8 +27,8 @@ from nanoinfer.models.registry import LoadedModel
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.theory.capacity import check_tp, divides
+from nanoinfer.theory.communication import partition
 from nanoinfer.theory.parameters import check_sizes
-from nanoinfer.theory.stages import evenly
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def shard_spec(config: ModelConfig, n: int, rank: int, *, uneven: bool = False) 
         raise RequestError(f"tp {n} does not divide the MLP's d_ff of {config.d_ff} evenly; take a divisor")
     if n <= config.n_kv_heads:
         group = config.n_heads // config.n_kv_heads
-        kv_heads = evenly(config.n_kv_heads, n)[rank]
+        kv_heads = partition(config.n_kv_heads, n)[rank]
         heads = range(kv_heads.start * group, kv_heads.stop * group)
     else:
-        heads = evenly(config.n_heads, n)[rank]
+        heads = partition(config.n_heads, n)[rank]
         shared = rank * config.n_kv_heads // n
         kv_heads = range(shared, shared + 1)
     tokens = -(-config.vocab_size // n)
     vocabulary = range(rank * tokens, (rank + 1) * tokens)
-    return ShardSpec(heads, kv_heads, evenly(config.d_ff, n)[rank], vocabulary)
+    return ShardSpec(heads, kv_heads, partition(config.d_ff, n)[rank], vocabulary)
 
 
 def is_even(config: ModelConfig, n: int) -> bool:

@@ -14,10 +14,8 @@ from typing import Any, Final
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.theory.capacity import Bytes
-from nanoinfer.theory.ragged import mixed_step
-from nanoinfer.theory.roofline import Machine
-from nanoinfer.theory.split import Split, largest_batch, memory
-from nanoinfer.theory.split_steps import decode_step, prefill_step
+from nanoinfer.theory.parallel import ParallelConfig, decode_step, largest_batch, memory, prefill_step
+from nanoinfer.theory.roofline import Machine, mixed_step
 
 QUESTIONS: Final = (
     "one large model or many small ones?",
@@ -74,7 +72,7 @@ class Demand:
 
     def bytes_of(self, rows: int) -> Bytes:
         """Bytes of a single device that serves so many rows."""
-        return memory(self.config, Split(), rows, self.longest, self.machine.dtype)
+        return memory(self.config, ParallelConfig(), rows, self.longest, self.machine.dtype)
 
     @property
     def fits(self) -> bool:
@@ -82,7 +80,7 @@ class Demand:
         return self.bytes_of(self.batch).total <= self.memory_bytes
 
 
-def advise(demand: Demand, split: Split, preferences: Preferences) -> dict[str, Any]:
+def advise(demand: Demand, split: ParallelConfig, preferences: Preferences) -> dict[str, Any]:
     """The five answers, which of them decides and why, and what it suggests; for the record of ``predict``.
 
     Other splits of equally many devices are compared with ``split``.
@@ -183,7 +181,7 @@ class ParallelOption:
     ``most_rows`` counts all replicas, and ``tokens_per_s`` is the rate with so many.
     """
 
-    split: Split
+    split: ParallelConfig
     ttft_s: float
     decode_s: float
     most_rows: int
@@ -201,16 +199,16 @@ class ParallelOption:
         }
 
 
-def splits(devices: int) -> Iterator[Split]:
+def splits(devices: int) -> Iterator[ParallelConfig]:
     """Every split into so many devices that the theory has: tp with pp or cp, or ep, and replicas of that."""
     for group in _divisors(devices):
         replicas = devices // group
         for tp in _divisors(group):
-            yield Split(tp=tp, pp=group // tp, replicas=replicas)
+            yield ParallelConfig(tp=tp, pp=group // tp, replicas=replicas)
             if group > tp:
-                yield Split(tp=tp, cp=group // tp, replicas=replicas)
+                yield ParallelConfig(tp=tp, cp=group // tp, replicas=replicas)
         if group > 1:
-            yield Split(ep=group, replicas=replicas)
+            yield ParallelConfig(ep=group, replicas=replicas)
 
 
 def _divisors(n: int) -> list[int]:

@@ -27,16 +27,15 @@ from nanoinfer.predict.target import (
     target_named,
 )
 from nanoinfer.theory import arithmetic, capacity, cost
+from nanoinfer.theory.parallel import ParallelConfig, decode_step, largest_batch, memory, prefill_step
 from nanoinfer.theory.parameters import BYTES
 from nanoinfer.theory.roofline import Step
 from nanoinfer.theory.scaling import waiting
-from nanoinfer.theory.split import Split, largest_batch, memory
-from nanoinfer.theory.split_steps import decode_step, prefill_step
 
 #: Decode steps of one generation that are computed; those between lie on lines, as the cache grows by one a step.
 POINTS: Final = 33
 #: The decode step of so many rows that hold so many tokens, on so many devices.
-Decode = Callable[[int, int, Split], Step]
+Decode = Callable[[int, int, ParallelConfig], Step]
 
 
 def predict(options: PredictOptions) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def predict(options: PredictOptions) -> dict[str, Any]:
             a split that the model or the devices do not allow, or more than the memory holds.
     """
     config, dtype = config_of(options.model), dtype_named(options.dtype)
-    split = Split(options.tp, options.pp, options.cp, options.ep, options.replicas)
+    split = ParallelConfig(options.tp, options.pp, options.cp, options.ep, options.replicas)
     longest = options.context + (options.new or 1) - 1
     batch, context, micro_batches = options.batch, options.context, options.micro_batches
     preferences = Preferences(options.want, options.shared_prefix, options.models)
@@ -62,7 +61,7 @@ def predict(options: PredictOptions) -> dict[str, Any]:
     _check_memory(config, target, split, batch, longest, dtype)
     machine = links.connect(machine_of(target, dtype, options.launch_us, notes), split, notes)
 
-    def decode(rows: int, tokens: int, split: Split) -> Step:
+    def decode(rows: int, tokens: int, split: ParallelConfig) -> Step:
         m = None if split.pp == 1 or micro_batches is None else min(micro_batches, rows)
         return decode_step(config, machine, split, rows, tokens, micro_batches=m, imbalance=options.imbalance)
 
@@ -115,7 +114,7 @@ def predict(options: PredictOptions) -> dict[str, Any]:
     }
 
 
-def _check(options: PredictOptions, config: ModelConfig, split: Split, longest: int) -> None:
+def _check(options: PredictOptions, config: ModelConfig, split: ParallelConfig, longest: int) -> None:
     sizes = {
         "batch": options.batch,
         "context": options.context,
@@ -140,7 +139,9 @@ def _check(options: PredictOptions, config: ModelConfig, split: Split, longest: 
         )
 
 
-def _check_memory(config: ModelConfig, target: TargetDevice, split: Split, batch: int, tokens: int, dtype: str) -> None:
+def _check_memory(
+    config: ModelConfig, target: TargetDevice, split: ParallelConfig, batch: int, tokens: int, dtype: str
+) -> None:
     if split.group == split.tp:  # its error says how many devices would hold the weights
         capacity.fit(config, target.memory_bytes, tokens, dtype, tp=split.tp, utilisation=1.0, block=1)
     most = largest_batch(config, split, tokens, target.memory_bytes, dtype, utilisation=1.0, block=1)
@@ -222,7 +223,7 @@ def _energy(watts: float, devices: int, rates: dict[str, float]) -> dict[str, An
 
 
 def _changes(
-    config: ModelConfig, target: TargetDevice, step: Step, longest: int, split: Split, decode: Decode
+    config: ModelConfig, target: TargetDevice, step: Step, longest: int, split: ParallelConfig, decode: Decode
 ) -> Iterator[dict[str, Any]]:
     """One thing changed at a time, and the decode step predicted again."""
     batch, context, machine = step.batch, step.context, step.machine
@@ -235,7 +236,7 @@ def _changes(
     if context > 1:
         yield row(f"half the context ({context // 2})", decode(batch, context // 2, split).seconds)
     for name, n in vars(split).items():
-        if machine.link is None or name == "replicas" or (n == 1 and not (name == "tp" and split.group == 1)):
+        if machine.network is None or name == "replicas" or (n == 1 and not (name == "tp" and split.group == 1)):
             continue
         doubled = replace(split, **{name: 2 * n})
         try:
@@ -261,7 +262,7 @@ def bound_share(step: Step) -> float:
     return sum(op.seconds for op in step.operators if op.bound == step.bound) / step.seconds
 
 
-def bytes_read(config: ModelConfig, step: Step, split: Split) -> tuple[float, float]:
+def bytes_read(config: ModelConfig, step: Step, split: ParallelConfig) -> tuple[float, float]:
     """Bytes of weights and of KV cache that a decode step reads on the busiest device."""
     dtype, tp = step.machine.dtype, split.tp
     if split.group == tp:
@@ -294,7 +295,7 @@ def why_prefill(step: Step) -> str:
     return f"{head}: {_why_overhead(step)}"
 
 
-def why_decode(config: ModelConfig, step: Step, row_s: float, split: Split) -> str:
+def why_decode(config: ModelConfig, step: Step, row_s: float, split: ParallelConfig) -> str:
     """Why a decode step, to which another row adds ``row_s``, takes as long as it does, and what shortens it."""
     head = f"Decode is {step.bound}-bound ({bound_share(step):.0%} of its time)"
     if step.bound in ("launch", "link", "idle"):

@@ -35,7 +35,7 @@ from nanoinfer.predict.target import (
 )
 from nanoinfer.simulate.virtual import simulated
 from nanoinfer.theory import capacity, cost
-from nanoinfer.theory.ragged import StepTimes
+from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import gamma
 from nanoinfer.workload.items import Lengths, WorkItem, parse_lengths
 

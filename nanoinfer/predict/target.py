@@ -12,9 +12,10 @@ from typing import Any, Final
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError, RequestError, check, nearest
 from nanoinfer.theory import arithmetic, capacity, hardware
+from nanoinfer.theory.communication import Network
+from nanoinfer.theory.parallel import ParallelConfig
 from nanoinfer.theory.parameters import BYTES
 from nanoinfer.theory.roofline import Machine
-from nanoinfer.theory.split import Split
 
 HERE: Final = "here"
 #: Short names of the dtypes that are counted, as datasheets have them.
@@ -105,7 +106,7 @@ class Links:
     alpha_us: float | None = None
     nodes_alpha_us: float | None = None
 
-    def connect(self, machine: Machine, split: Split, notes: list[str]) -> Machine:
+    def connect(self, machine: Machine, split: ParallelConfig, notes: list[str]) -> Machine:
         """The machine with these links; what a reader should know of them goes to ``notes``.
 
         Raises:
@@ -127,27 +128,23 @@ class Links:
                     f"{split.group} devices fill more than one server of {per_node}: {across.name} is taken to join "
                     "them, a port for each device (--nodes-link, --gpus-per-node)."
                 )
-        changed: dict[str, Any] = {
-            "gpus_per_node": per_node,
-            "nodes_link": across.gbs_one_way * 1e9,
-            "nodes_alpha": (across.latency_us if self.nodes_alpha_us is None else self.nodes_alpha_us) * 1e-6,
-        }
-        if inside is not None:
-            changed |= {"link": inside.gbs_one_way * 1e9, "alpha": inside.latency_us * 1e-6}
-        if self.alpha_us is not None:
-            changed["alpha"] = self.alpha_us * 1e-6
-        machine = replace(machine, **changed)
+        network = machine.network if inside is None else Network(inside.gbs_one_way * 1e9, inside.latency_us * 1e-6)
+        if network is not None:
+            alpha = network.alpha if self.alpha_us is None else self.alpha_us * 1e-6
+            across_alpha = (across.latency_us if self.nodes_alpha_us is None else self.nodes_alpha_us) * 1e-6
+            network = Network(network.link, alpha, across.gbs_one_way * 1e9, across_alpha, per_node)
+        machine = replace(machine, network=network)
         if split.group > 1:
-            _ = machine.network  # raises now where there is no link
+            machine.require_network()
             notes.append("What a call costs however small it is (alpha) is an assumption: --alpha-us sets it.")
         return machine
 
 
-def links_row(machine: Machine, split: Split) -> Mapping[str, Any] | None:
+def links_row(machine: Machine, split: ParallelConfig) -> Mapping[str, Any] | None:
     """The links over which a replica's devices communicate; ``None`` for a single device."""
     if split.group == 1:
         return None
-    network = machine.network
+    network = machine.require_network()
     servers = network.nodes(split.group)
     return {
         "link_bytes_per_s": network.link,

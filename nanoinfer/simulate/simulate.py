@@ -17,8 +17,7 @@ from nanoinfer.engines.scheduler import Plan, Scheduler
 from nanoinfer.engines.scheduler import Sequence as Text
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
-from nanoinfer.theory.ragged import StepTimes
-from nanoinfer.theory.roofline import Machine
+from nanoinfer.theory.roofline import Machine, StepTimes
 from nanoinfer.workload.items import WorkItem
 
 

@@ -32,7 +32,7 @@ KEPT: Final = 4096
 
 
 class Times(Protocol):
-    """A step-time model; :class:`nanoinfer.theory.ragged.StepTimes` is one."""
+    """A step-time model; :class:`nanoinfer.theory.roofline.StepTimes` is one."""
 
     def seconds(self, rows: Sequence[tuple[int, int]], ends: int) -> float:
         """Of a step: tokens that each row has in the cache, and new ones; rows that get a token from it."""

@@ -4,7 +4,7 @@
 - pipeline parallel: ``pp`` stages of whole layers. A row passes them one after the other, so a single stream gains
   nothing, and while micro-batches fill and leave the pipeline its devices wait;
 - context parallel: ``cp`` parts of each row's tokens and of its cache, all weights on every device. A prompt's keys and
-  values go round a ring during the arithmetic; in decode every device does all products and reads its part of the cache;
+  values go round a ring during the arithmetic; in decode every device does all products and reads its part of it;
 - expert parallel: ``ep`` parts of a mixture of experts, to which tokens travel, and of the batch; all else on every
   device;
 - replicas: copies of all that, which share nothing.

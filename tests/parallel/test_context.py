@@ -15,8 +15,7 @@ from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.models.attention import attend
 from nanoinfer.parallel.context import attend_with_lse, merge, rank_positions, zigzag_chunks
 from nanoinfer.parallel.experiments import SHAPE
-from nanoinfer.theory.communication import context_parallel, context_parallel_decode
-from nanoinfer.theory.stages import evenly
+from nanoinfer.theory.communication import context_parallel, context_parallel_decode, partition
 from tests.engines.helpers import tiny
 from tests.examples import examples
 from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, STEPS, prompts
@@ -91,7 +90,7 @@ def test_ranks_share_the_cache_evenly(ranks: list[dict[str, Any]], family: str, 
     assert {whole for _, _, whole in kept} == {length + STEPS - 1}  # the last token chosen is never fed
     assert sum(own for own, _, _ in kept) == length + STEPS - 1
     taken = [own - len(rank_positions(length, rank, n)) for rank, (own, _, _) in enumerate(kept)]
-    assert taken == [len(turns) for turns in evenly(STEPS - 1, n)]
+    assert taken == [len(turns) for turns in partition(STEPS - 1, n)]
     assert max(capacity for _, capacity, _ in kept) <= math.ceil(length / n) + math.ceil((STEPS - 1) / n)
 
 

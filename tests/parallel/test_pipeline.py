@@ -13,7 +13,7 @@ from nanoinfer.parallel.experiments import idle_shares, measure_bubble
 from nanoinfer.parallel.pipeline import PipelineEngine, cut
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.communication import Traffic, bubble, pipeline_parallel
-from nanoinfer.theory.stages import stage_weight_bytes, stages
+from nanoinfer.theory.parallel import stage_weight_bytes, stages
 from tests.engines.helpers import tiny
 from tests.parallel.pipeline_ranks import CONFIGS, ENDLESS, EVEN, MICRO_BATCHES, RAGGED, SETTINGS, STEPS, generated
 from tests.parallel.rank_results import answers, pipeline_ends

@@ -17,9 +17,8 @@ from nanoinfer.predict.advice import Demand, ParallelOption, parallel_options, s
 from nanoinfer.predict.options import PredictOptions
 from nanoinfer.predict.target import Links
 from nanoinfer.show.text import si
+from nanoinfer.theory.parallel import ParallelConfig, decode_step
 from nanoinfer.theory.roofline import Machine
-from nanoinfer.theory.split import Split
-from nanoinfer.theory.split_steps import decode_step
 
 LLAMA = SHAPES["llama-3.1-8b"]
 MODEL = ("predict", "llama-3.1-8b", "--gpu", "H100")
@@ -109,7 +108,12 @@ def test_a_pipeline_and_its_micro_batches() -> None:
     found = record("--pp", "4", "--batch", "16", "--micro-batches", "8", "--context", "512")
     assert found["split"]["micro_batches"] == 8 and found["prefill"]["bound"] == "compute"
     step = decode_step(
-        LLAMA, Links().connect(Machine.datasheet("H100"), Split(pp=4), []), Split(pp=4), 16, 512, micro_batches=8
+        LLAMA,
+        Links().connect(Machine.datasheet("H100"), ParallelConfig(pp=4), []),
+        ParallelConfig(pp=4),
+        16,
+        512,
+        micro_batches=8,
     )
     assert found["decode"]["seconds"] == step.seconds
     few = record("--pp", "4", "--batch", "16", "--micro-batches", "2")
@@ -147,7 +151,7 @@ def test_twice_the_devices_of_each_way_in_use() -> None:
 )
 def test_a_generation_adds_up(args: tuple[str, ...]) -> None:
     found = record(*args, "--batch", "4", "--new", "3", "--context", "100")
-    split = Split(**{args[i].strip("-"): int(args[i + 1]) for i in range(0, len(args), 2)})
+    split = ParallelConfig(**{args[i].strip("-"): int(args[i + 1]) for i in range(0, len(args), 2)})
     machine = Links().connect(Machine.datasheet("H100"), split, [])
     steps = sum(decode_step(LLAMA, machine, split, 4, tokens).seconds for tokens in (101, 102))
     assert found["generation"]["decode_seconds"] == pytest.approx(steps)
@@ -217,7 +221,7 @@ def test_the_choices_are_every_split_of_as_many_devices() -> None:
 
 
 def test_choices_are_ordered_by_what_is_wanted() -> None:
-    machine = Links().connect(Machine.datasheet("H100"), Split(), [])
+    machine = Links().connect(Machine.datasheet("H100"), ParallelConfig(), [])
 
     def found(want: str) -> list[ParallelOption]:
         return parallel_options(Demand(LLAMA, machine, 80e9, 32, 2048, 2048), 8, 32, want)
@@ -225,11 +229,11 @@ def test_choices_are_ordered_by_what_is_wanted() -> None:
     latency, throughput, smallest = found("latency"), found("throughput"), found("smallest")
     assert [c.decode_s for c in latency] == sorted(c.decode_s for c in latency)
     assert [-c.tokens_per_s for c in throughput] == sorted(-c.tokens_per_s for c in throughput)
-    assert smallest[0].split == Split(replicas=8)
-    (one,) = (c for c in latency if c.split == Split(replicas=8))
-    assert one.decode_s == decode_step(LLAMA, machine, Split(), 4, 2048).seconds  # 32 rows, four on each
+    assert smallest[0].split == ParallelConfig(replicas=8)
+    (one,) = (c for c in latency if c.split == ParallelConfig(replicas=8))
+    assert one.decode_s == decode_step(LLAMA, machine, ParallelConfig(), 4, 2048).seconds  # 32 rows, four on each
     assert one.tokens_per_s == pytest.approx(
-        one.most_rows / decode_step(LLAMA, machine, Split(), one.most_rows // 8, 2048).seconds
+        one.most_rows / decode_step(LLAMA, machine, ParallelConfig(), one.most_rows // 8, 2048).seconds
     )
     assert not any(c.split.ep > 1 for c in latency)
 

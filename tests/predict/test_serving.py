@@ -27,8 +27,7 @@ from nanoinfer.predict.serving import SimulatedLoad, highest_rate, plan, simulat
 from nanoinfer.predict.terminal import show_simulate
 from nanoinfer.simulate.simulate import simulate, step_seconds
 from nanoinfer.simulate.virtual import Span
-from nanoinfer.theory.ragged import mixed_step
-from nanoinfer.theory.roofline import Machine
+from nanoinfer.theory.roofline import Machine, mixed_step
 from nanoinfer.workload.arrivals import gamma
 from nanoinfer.workload.items import Lengths
 

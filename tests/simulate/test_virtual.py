@@ -20,8 +20,7 @@ from nanoinfer.measure.trace import Trace
 from nanoinfer.simulate import virtual
 from nanoinfer.simulate.simulate import simulate, step_seconds, watch
 from nanoinfer.simulate.virtual import Span, simulated
-from nanoinfer.theory.ragged import StepTimes
-from nanoinfer.theory.roofline import Machine
+from nanoinfer.theory.roofline import Machine, StepTimes
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem
 from tests.examples import examples

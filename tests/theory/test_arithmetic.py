@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -203,10 +201,9 @@ def test_activations_are_what_tensors_take(name: str, batch: int, tokens: int, l
     assert live.peak == a.activation_bytes(config, batch, tokens, last_only=last_only)
 
 
-def test_activations_and_scores_by_hand() -> None:
+def test_activations_by_hand() -> None:
     config = SHAPES["gpt2"]
     assert a.activation_bytes(config, 8, 1024, "bfloat16") == 8 * 1024 * (3 * 768 + 2 * 3072) * 2
-    assert a.score_bytes(config, 8, 1024, 1024, "bfloat16") == 8 * 12 * 1024**2 * 2
 
 
 def test_intensity_of_products() -> None:
@@ -224,10 +221,10 @@ def test_intensity_of_attention() -> None:
     assert a.attention_intensity_decode(large, "bfloat16") == 8
     v3 = from_hf(MODELS["DeepSeek-V3"][0])
     assert round(a.attention_intensity_decode(v3, "bfloat16")) == 242
-    assert a.attention_intensity_prefill(large, 4096) == pytest.approx(4096 * 64 / (72 * 2))
+    assert a.causal_flops(large, 4096) == 2 * 80 * 64 * 128 * 4096**2
     windowed = replace(large, window=SlidingWindow(128))
-    assert a.attention_intensity_prefill(windowed, 4096) == pytest.approx((2 * 128 * 4096 - 128**2) / 4096 * 64 / 144)
-    assert a.attention_intensity_prefill(v3, 4096) == pytest.approx(4096 / 4)
+    assert a.causal_flops(windowed, 4096) == 2 * 80 * 64 * 128 * (2 * 128 * 4096 - 128**2)
+    assert a.causal_flops(v3, 4096) == 61 * 128 * (192 + 128) * 4096**2
 
 
 def test_intensity_of_whole_steps() -> None:
@@ -237,7 +234,6 @@ def test_intensity_of_whole_steps() -> None:
     assert a.decode_intensity(config, 4, 100) == 4 * a.decode_flops(config, 100) / (weights + 4 * 100 * 131_072)
     assert a.decode_bytes(config, 4, 100, kv_dtype="float8") == weights + 4 * 100 * 65_536
     assert a.prefill_bytes(config, 1, 512) == weights + 512 * 131_072
-    assert a.prefill_intensity(config, 1, 512) == a.prefill_flops(config, 512) / (weights + 512 * 131_072)
     mixtral = from_hf(MODELS["Mixtral-8x7B"][0])
     assert a.decode_intensity(mixtral, 8, 100) < 8 * a.decode_intensity(mixtral, 1, 100) / 3
 
@@ -249,16 +245,3 @@ def test_errors_name_the_thing() -> None:
         a.decode_flops(SHAPES["gpt2"], 0)
     with pytest.raises(RequestError, match="batch must be at least 1, got -1"):
         a.kv_bytes(SHAPES["gpt2"], -1, 5)
-
-
-def test_theory_imports_no_torch() -> None:
-    modules = (
-        "nanoinfer",
-        "nanoinfer.theory.chen",
-        "nanoinfer.configs.gguf",
-        "nanoinfer.theory.arithmetic",
-        "nanoinfer.measure.metrics",
-        "nanoinfer.measure.trace",
-    )
-    code = f"import sys, {', '.join(modules)}; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,7 @@ import pytest
 
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.theory.curves import Curve, OperatorCurves
-from nanoinfer.theory.ragged import mixed_step
-from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
+from nanoinfer.theory.roofline import Machine, decode_step, mixed_step, prefill_step
 
 FLAT = Curve((1,), (1.0,))
 

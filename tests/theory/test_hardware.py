@@ -178,3 +178,18 @@ def test_a_bad_row_is_refused_when_it_is_read(path: tuple[str, ...], value: Any,
     row[path[-1]] = value
     with pytest.raises((DeviceError, KeyError, TypeError), match=words):
         read_devices(data, LINKS)
+
+
+def test_links_between_servers_by_name() -> None:
+    assert [link(name).gbs_one_way for name in ("ib-ndr", "ethernet-100g", "100GbE", "ethernet-400g")] == [
+        50,
+        12.5,
+        12.5,
+        50,
+    ]
+    assert link("ib-ndr") is link("InfiniBand NDR-400") and link("pcie5") is link("PCIe 5 x16")
+    assert link("nvlink5").gbs_one_way == 900 and not link("nvlink5").between_servers
+    assert all(link(name).between_servers for name in ("ib-ndr", "ethernet-100g", "ethernet-400g"))
+    assert link("ib-ndr").latency_us == 10 > link("nvlink5").latency_us
+    with pytest.raises(DeviceError, match="unknown link 'ib-ndt'; did you mean 'ib-ndr'"):
+        link("ib-ndt")

@@ -13,8 +13,7 @@ from nanoinfer.configs.config import SHAPES, ModelConfig
 from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
 from nanoinfer.theory.curves import Curve, OperatorCurves
-from nanoinfer.theory.ragged import StepTimes, mixed_step
-from nanoinfer.theory.roofline import Machine, decode_step, prefill_step
+from nanoinfer.theory.roofline import Machine, StepTimes, decode_step, mixed_step, prefill_step
 from tests.examples import examples
 
 H100 = Machine.datasheet("H100", "bfloat16")

@@ -11,15 +11,15 @@ from nanoinfer.configs.config import SHAPES
 from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
 from nanoinfer.theory import roofline
+from nanoinfer.theory.communication import Network
+from nanoinfer.theory.parallel import ParallelConfig, decode_step
 from nanoinfer.theory.roofline import Machine
 from nanoinfer.theory.scaling import DOUBLINGS, WAYS, scale
-from nanoinfer.theory.split import Split
-from nanoinfer.theory.split_steps import decode_step
 
 LLAMA = SHAPES["llama-3.1-8b"]
 BIG = replace(from_hf(MODELS["Llama-3-70B"][0], "Llama-3-70B"), context=131_072)
 DEEPSEEK = from_hf(MODELS["DeepSeek-V3"][0], "DeepSeek-V3")
-H100 = replace(Machine.datasheet("H100"), nodes_link=50e9)
+H100 = replace(Machine.datasheet("H100"), network=Network(450e9, across=50e9))
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "ep"])
@@ -27,7 +27,7 @@ def test_the_first_point_is_one_device(way: str) -> None:
     found = scale(LLAMA, H100, 80e9, way, batch=16, context=1024)  # type: ignore[arg-type]
     first = found.points[0]
     step = roofline.decode_step(LLAMA, H100, 16, 1024)
-    assert first.split == Split() and first.fits and first.efficiency == 1 and first.link_share == 0
+    assert first.split == ParallelConfig() and first.fits and first.efficiency == 1 and first.link_share == 0
     assert first.decode_s == step.seconds and first.tokens_per_s == 16 / step.seconds
     assert first.prefill_s == roofline.prefill_step(LLAMA, H100, 1, 1024).seconds
 
@@ -45,7 +45,10 @@ def test_tensor_parallel_ends_with_the_server_and_the_heads() -> None:
     by = {point.split.tp: point for point in found.points}
     assert list(by) == [1, 2, 4, 8, 16, 32, 64] and found.ends.startswith("tp 128 does not divide 64 query heads")
     assert [point.fits for point in found.points] == [False, False, True, True, True, True, True]
-    assert by[4].efficiency == 1 and by[8].tokens_per_s == 32 / decode_step(BIG, H100, Split(tp=8), 32, 2048).seconds
+    assert (
+        by[4].efficiency == 1
+        and by[8].tokens_per_s == 32 / decode_step(BIG, H100, ParallelConfig(tp=8), 32, 2048).seconds
+    )
     # Beyond a server of eight the slow link eats what more devices bring.
     assert by[8].efficiency > 0.8 and by[16].efficiency < 0.5 and found.last_that_pays.split.tp == 8
     assert found.best_latency().split.tp == 16 and by[32].decode_s > by[16].decode_s
