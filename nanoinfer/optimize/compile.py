@@ -23,6 +23,7 @@ from nanoinfer.measure.environment import cpu_model
 from nanoinfer.models.attention import KVCache, attend
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import Decoder
 from nanoinfer.optimize.options import check_dense
 
 #: Tokens of the sample input for the many-token graph: enough to use all threads, and a prime, since the compiler
@@ -99,7 +100,7 @@ def compile_layers(model: GPT2 | Llama) -> None:
         DeviceError: for a model with experts.
     """
     check_dense(model.config, "the compiler")
-    blocks = model.h if isinstance(model, GPT2) else model.layers
+    blocks = model.blocks
     try:
         mark = _mark(model)
         if not mark.exists():
@@ -117,17 +118,16 @@ def compile_layers(model: GPT2 | Llama) -> None:
 
 
 @torch.inference_mode()
-def warm_up(model: GPT2 | Llama, layer: CompiledLayer) -> None:
+def warm_up(model: Decoder, layer: CompiledLayer) -> None:
     """Compile for many tokens, then for one; in inference mode, as engines compute."""
     weight = next(model.parameters())
     for n in (MANY, 1):
         x = torch.zeros(1, n, model.config.d_model, device=weight.device, dtype=weight.dtype)
         positions = torch.arange(n, device=weight.device)[None]
-        ropes = [model.rope(positions, weight.dtype)] if isinstance(model, Llama) else []
-        layer(x, *ropes, None, None)
+        layer(x, *model.shared_inputs(positions, weight.dtype), None, None)
 
 
-def _mark(model: GPT2 | Llama) -> Path:
+def _mark(model: Decoder) -> Path:
     """A file in the compiler's cache that exists once this model has been compiled on this machine."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
 

@@ -13,18 +13,19 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.errors import DeviceError
 from nanoinfer.log import say
 from nanoinfer.measure.environment import compiler, cpu_features
 from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
+from nanoinfer.models.llama import Llama, RMSNorm
+from nanoinfer.models.model import Decoder
 from nanoinfer.optimize.options import check_dense
 from nanoinfer.store import cache_dir
 
@@ -121,13 +122,13 @@ class DecodeKernel:
 
     def __init__(
         self,
-        model: GPT2 | Llama,
+        model: Decoder,
         weights: Weights | None = None,
         threads: int | None = None,
         flags: Sequence[str] = ("-march=native",),
     ) -> None:
         check_dense(model.config, "the kernel")
-        embedding: Tensor = model.wte.weight if isinstance(model, GPT2) else model.embed_tokens.weight
+        embedding: Tensor = model.embedding.weight
         if embedding.device.type != "cpu" or embedding.dtype not in (torch.float32, torch.bfloat16):
             raise DeviceError(
                 f"the kernel runs on a CPU in float32 or bfloat16, not on {embedding.device} in {embedding.dtype}"
@@ -221,32 +222,28 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _linears(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _linears(model: Decoder) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weights and biases in the kernel's order: of each layer q k v fused, out, up, down; then the head.
 
     A gated MLP's up has gate and up alternating every 16 rows.
     """
-    w = dict(model.named_parameters())
-    for layer in range(model.config.n_layers):
+    block: Any
+    for block in model.blocks:
         if isinstance(model, GPT2):
-            for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-                yield w[f"h.{layer}.{name}.weight"], w[f"h.{layer}.{name}.bias"]
+            for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+                yield linear.weight, linear.bias
             continue
-        attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
-        yield torch.cat([w[f"{attention}.{name}_proj.weight"] for name in "qkv"]), None
-        yield w[f"{attention}.o_proj.weight"], None
-        gate_and_up = [w[f"{mlp}.{name}_proj.weight"].view(-1, 16, model.config.d_model) for name in ("gate", "up")]
+        attention, mlp = block.self_attn, block.mlp
+        yield torch.cat([linear.weight for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]), None
+        yield attention.o_proj.weight, None
+        gate_and_up = [w.view(-1, 16, model.config.d_model) for w in (mlp.gate_proj.weight, mlp.up_proj.weight)]
         yield torch.stack(gate_and_up, dim=1).flatten(0, 2), None
-        yield w[f"{mlp}.down_proj.weight"], None
-    tied = "wte.weight" if isinstance(model, GPT2) else "embed_tokens.weight"
-    yield w.get("lm_head.weight", w[tied]), None
+        yield mlp.down_proj.weight, None
+    yield (model.embedding if model.lm_head is None else model.lm_head).weight, None
 
 
-def _norms(model: GPT2 | Llama) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _norms(model: Decoder) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weights and biases of each layer's attention norm and MLP norm, then of the last norm."""
-    llama = ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm")
-    names = ("h.{}.ln_1", "h.{}.ln_2") if isinstance(model, GPT2) else llama
-    w = dict(model.named_parameters())
-    paths = [name.format(layer) for layer in range(model.config.n_layers) for name in names]
-    for path in [*paths, "ln_f" if isinstance(model, GPT2) else "norm"]:
-        yield w[f"{path}.weight"], w.get(f"{path}.bias")
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, RMSNorm)):
+            yield module.weight, getattr(module, "bias", None)

@@ -22,8 +22,7 @@ from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.cache.ragged import RaggedFlash
 from nanoinfer.errors import DeviceError
 from nanoinfer.log import say
-from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import Decoder
 from nanoinfer.optimize.options import check_dense
 
 Work = Callable[[], None]
@@ -160,7 +159,7 @@ class DecodeGraphs:
         DeviceError: CUDA graphs for a model that is not on a CUDA device, or that has experts.
     """
 
-    def __init__(self, model: GPT2 | Llama, most_rows: int, scratch: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: Decoder, most_rows: int, scratch: int, recorder: Recorder | None = None) -> None:
         check_dense(model.config, "a CUDA graph")
         self._tensors = [*chain(model.parameters(), model.buffers())]
         device = self._tensors[0].device

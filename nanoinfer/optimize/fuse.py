@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.models.attention import KVCache, attend
-from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import MLP, Attention, Llama, rotate
+from nanoinfer.models.llama import MLP, Attention, rotate
+from nanoinfer.models.model import Decoder
 
 
 class FusedAttention(Attention):
@@ -45,13 +45,11 @@ class FusedMLP(MLP):
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-def fuse(model: GPT2 | Llama) -> None:
+def fuse(model: Decoder) -> None:
     """Fuse q, k and v, and gate and up, in place; GPT-2's are fused already.
 
     ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`. Fused weights are copies, in plain ``nn.Linear``.
     """
-    if isinstance(model, GPT2):
-        return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Attention):

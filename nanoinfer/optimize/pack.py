@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.errors import DeviceError
-from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import Decoder
 
 #: Rows that the layout is made for. Layouts for 8 to 512 rows are nearly the same and good for any number; in the one
 #: for 1 row, products of several rows take up to 1.7 times as long.
@@ -46,7 +45,7 @@ class PackedLinear(nn.Module):
         return f"in_features={k}, out_features={n}, bias={self.bias is not None}"
 
 
-def pack(model: GPT2 | Llama) -> None:
+def pack(model: Decoder) -> None:
     """Replace every ``nn.Linear`` and the head by a :class:`PackedLinear`, in place.
 
     ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`. Packed weights are copies, a tied head's too.
@@ -54,7 +53,7 @@ def pack(model: GPT2 | Llama) -> None:
     Raises:
         DeviceError: a device or dtype that oneDNN does not pack for, or no oneDNN.
     """
-    tied = model.wte.weight if isinstance(model, GPT2) else model.embed_tokens.weight
+    tied = model.embedding.weight
     if tied.device.type != "cpu" or tied.dtype not in (torch.float32, torch.bfloat16):
         raise DeviceError(f"weights are packed on a CPU in float32 or bfloat16, not on {tied.device} in {tied.dtype}")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.errors import DeviceError, RequestError
-from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import Decoder
 from nanoinfer.optimize.formats import (
     fit_int4_groups,
     fit_int8_rows,
@@ -181,16 +180,15 @@ class Fp8Linear(QuantisedLinear):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
 
-def layer_linears(model: GPT2 | Llama) -> Iterator[tuple[str, nn.Linear]]:
+def layer_linears(model: Decoder) -> Iterator[tuple[str, nn.Linear]]:
     """Every ``nn.Linear`` of the layers, with its name in the model; the head is not among them."""
-    layers = "h" if isinstance(model, GPT2) else "layers"
-    for name, module in model.get_submodule(layers).named_modules(prefix=layers):
-        if isinstance(module, nn.Linear):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not model.lm_head:
             yield name, module
 
 
 @torch.no_grad()
-def channel_energy(model: GPT2 | Llama, ids: Sequence[int]) -> dict[str, Tensor]:
+def channel_energy(model: Decoder, ids: Sequence[int]) -> dict[str, Tensor]:
     """Calibrate: the mean square of each input channel of the layers' products, ``[K]`` float32, by name.
 
     Args:
@@ -221,9 +219,7 @@ def channel_energy(model: GPT2 | Llama, ids: Sequence[int]) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def quantise(
-    model: GPT2 | Llama, weights: Quantised, calibration: Calibration | None = None, group: int = GROUP
-) -> None:
+def quantise(model: Decoder, weights: Quantised, calibration: Calibration | None = None, group: int = GROUP) -> None:
     """Replace every ``nn.Linear`` of the layers, in place, by a :class:`QuantisedLinear`.
 
     Args:
@@ -257,18 +253,13 @@ def quantise(
         setattr(model.get_submodule(parent), last, quantised)
 
 
-def bits_per_weight(model: GPT2 | Llama) -> float:
+def bits_per_weight(model: Decoder) -> float:
     """Mean bits of a weight of the layers' products, scales and padding included, biases not."""
-    layers = model.h if isinstance(model, GPT2) else model.layers
-    bits = numbers = 0.0
-    for module in layers.modules():
-        if isinstance(module, QuantisedLinear):
-            bits += 8 * module.nbytes
-            numbers += module.n_in * module.n_out
-        elif isinstance(module, nn.Linear):
-            bits += 8 * module.weight.nbytes
-            numbers += module.weight.numel()
-    return bits / numbers
+    quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    plain = [linear.weight for _, linear in layer_linears(model)]
+    n_bytes = sum(module.nbytes for module in quantised) + sum(weight.nbytes for weight in plain)
+    numbers = sum(module.n_in * module.n_out for module in quantised) + sum(weight.numel() for weight in plain)
+    return 8 * n_bytes / numbers
 
 
 def check_fp8(device: torch.device, linears: Mapping[str, nn.Linear]) -> None:

@@ -25,6 +25,7 @@ from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now, repeat, timed
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import Decoder
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.models.weights import assemble, random_state
 from nanoinfer.parallel.collectives import Communicator, ring_all_reduce, total_calls
@@ -180,7 +181,7 @@ def contention(comm: Communicator, *, model: str, rows: Sequence[int], **place: 
 
 
 @torch.inference_mode()
-def time_products(model: GPT2 | Llama, rows: int, repeats: int = 5) -> float:
+def time_products(model: Decoder, rows: int, repeats: int = 5) -> float:
     """Seconds of the products of all layers with ``rows`` rows, in sequence, so that weights come from memory.
 
     The median of ``repeats``, after two that warm up.

@@ -24,6 +24,7 @@ from nanoinfer.measure.clock import timed
 from nanoinfer.models.attention import KVCache
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
+from nanoinfer.models.model import Decoder
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Communicator
@@ -50,7 +51,7 @@ def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
     needed = (begin if stage == 0 else set()) | (end if stage == pp - 1 else set())
     for name in (begin | end) - needed:
         delattr(part, name)
-    layers = nn.ModuleList((part.h if isinstance(part, GPT2) else part.layers)[i] for i in own)
+    layers = nn.ModuleList(part.blocks[i] for i in own)
     for number, block in enumerate(layers):
         attention: Any = block.attn if is_gpt2 else block.self_attn
         attention.layer = number
@@ -58,31 +59,20 @@ def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
     return part
 
 
-class Stage:
-    """One rank's part of a model (:func:`cut`), called like a whole :class:`~nanoinfer.models.model.Model`.
+class Stage(Decoder):
+    """One rank's part of a model (:func:`cut`), called like a whole one; only the last stage returns logits.
 
     It receives hidden states from the previous stage and sends its own to the next. All stages are called with the
     same micro-batches in the same order. ``busy`` counts the seconds spent computing; the rest is communication.
     """
 
-    def __init__(self, model: GPT2 | Llama, comm: Communicator) -> None:
-        self.model, self.config, self.comm = model, model.config, comm
+    def __init__(self, model: Decoder, comm: Communicator) -> None:
+        super().__init__(model.config)
+        self.model, self.comm = model, comm
         self.is_first, self.is_last = comm.rank == 0, comm.rank == comm.size - 1
         self.busy = 0.0
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-
-    def __call__(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
-        last_only: bool = False,
-    ) -> Tensor:
-        """Logits ``[B, T, V]`` (``[B, 1, V]`` with ``last_only``) at the last stage; ``[B, T, 0]`` at the others."""
-        x = self.hidden(ids, positions, cache, mask)
-        return self.head(x[:, -1:] if last_only else x)
 
     def hidden(
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None

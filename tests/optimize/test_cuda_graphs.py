@@ -38,7 +38,7 @@ SHAPES = {
     "gpt2": ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 96),
 }
 SIZE = 4  # tokens a block
-#: Of the sequences below: some end a block, some begin one, some are behind 64 tokens, where the larger graphs are.
+#: Of the sequences below: some end a block, some begin one, some are longer than 64 tokens, as in the larger graphs.
 LENGTHS = (1, 3, 4, 7, 30, 62, 63, 64, 65, 79)
 MOST_ROWS = 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -64,9 +64,9 @@ def test_weights_are_joined_in_plain_products_and_the_old_ones_are_not_kept() ->
 
 def test_the_original_and_gpt2_are_left_alone() -> None:
     loaded = load_model("random:tiny-llama")
-    told, weights = str(loaded.model), dict(loaded.model.named_parameters())
+    before, weights = str(loaded.model), dict(loaded.model.named_parameters())
     fused(loaded)
-    assert str(loaded.model) == told
+    assert str(loaded.model) == before
     assert dict(loaded.model.named_parameters()) == weights
     gpt2 = load_model("random:tiny-gpt2")
     assert str(fused(gpt2).model) == str(gpt2.model)

@@ -72,13 +72,13 @@ def test_a_product_of_any_size(dtype: torch.dtype, rows: int) -> None:
 def test_nothing_is_left_unpacked_and_the_original_is_left_alone() -> None:
     for name in ("random:tiny-gpt2", "random:tiny-llama"):
         loaded = load_model(name)
-        told = str(loaded.model)
+        before = str(loaded.model)
         quick = packed(loaded).model
         kinds = [type(m) for m in quick.modules()]
         linears = sum(isinstance(m, nn.Linear) for m in loaded.model.modules())
         assert kinds.count(nn.Linear) == 0
-        assert kinds.count(PackedLinear) == linears + 1  # the head is tied, and packed beside the embedding
-        assert str(loaded.model) == told
+        assert kinds.count(PackedLinear) == linears + 1  # the head is tied, and packed in addition to the embedding
+        assert str(loaded.model) == before
         assert loaded.model.lm_head is None
 
 

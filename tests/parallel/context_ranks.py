@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.configs.config import ModelConfig
+from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.context import ContextBatch, ContextEngine
 from nanoinfer.parallel.experiments import measure_overlap
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import tiny
-from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, compared, generated, log_of, refused
+from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, STEPS, compared, generated, log_of, refused, step_logits
 
 CONFIGS = {
     "gpt2": ModelConfig("gpt2", 3, 16, 2, 2, 8, 64, 256, 32),
@@ -19,7 +20,6 @@ CONFIGS = {
 #: Shorter than there are chunks; a token too many for even chunks; even ones; GPT-2's whole context but a decode's.
 LENGTHS = (5, 13, 16, 26)
 ROWS = 4
-STEPS = 6
 
 
 def prompts(length: int) -> list[list[int]]:
@@ -34,9 +34,9 @@ def check(comm: Communicator, eos: dict[str, list[int]]) -> dict[str, Any]:
         engine = ContextEngine(loaded, comm)
         for length in LENGTHS:
             key = f"{family} {length}"
+            expected = step_logits(CachedEngine(loaded), prompts(length))
             answer["differences"][key] = [
-                compared(ContextEngine(loaded, comm, overlap), loaded, prompts(length), STEPS)
-                for overlap in (True, False)
+                compared(ContextEngine(loaded, comm, overlap), prompts(length), expected) for overlap in (True, False)
             ]
             log_of(comm)
             requests = engine.admit(prompts(length), SamplingParams(max_tokens=STEPS, ignore_eos=True))

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.cached import CachedBatch, CachedEngine
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.model import n_parameters
-from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.experiments import measure_bubble
 from nanoinfer.parallel.pipeline import PipelineEngine, StageBatch
@@ -46,21 +46,24 @@ def ends(config: ModelConfig, prompts: list[list[int]]) -> list[int]:
     return [rows[0][4], rows[2][7]]
 
 
-def compared(
-    engine: StaticEngine, loaded: LoadedModel, prompts: list[list[int]], steps: int = STEPS
-) -> list[tuple[float, float]]:
-    """For each step the largest difference from one device's logits, and how far those lie apart; a prefill first."""
-    requests = engine.admit(prompts, SamplingParams(max_tokens=steps, ignore_eos=True))
-    found = []
+def step_logits(engine: StaticEngine, prompts: list[list[int]], follow: list[Tensor] | None = None) -> list[Tensor]:
+    """Logits of a prefill and of decode steps, with the greedy tokens of these logits or of others to ``follow``."""
+    requests = engine.admit(prompts, SamplingParams(max_tokens=STEPS, ignore_eos=True))
+    steps = []
     with torch.inference_mode():
-        forward, alone = engine.start(requests), CachedEngine(loaded).start(requests)
-        for _ in range(steps):
-            logits, wanted = forward(requests), alone(requests)
-            if logits.shape[-1]:
-                found.append((float((logits - wanted).abs().max()), float(wanted.std())))
-            for request, token in zip(requests, wanted.argmax(-1).tolist(), strict=True):
+        forward = engine.start(requests)
+        for step in range(STEPS):
+            steps.append(forward(requests))
+            chosen = steps[-1] if follow is None else follow[step]
+            for request, token in zip(requests, chosen.argmax(-1).tolist(), strict=True):
                 request.accept(token, 0.0)
-    return found
+    return steps
+
+
+def compared(engine: StaticEngine, prompts: list[list[int]], expected: list[Tensor]) -> list[tuple[float, float]]:
+    """For each step the largest difference from one device's logits, and the spread of those."""
+    steps = zip(step_logits(engine, prompts, expected), expected, strict=True)
+    return [(float((ours - one).abs().max()), float(one.std())) for ours, one in steps if ours.shape[-1]]
 
 
 def generated(engine: StaticEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
@@ -86,10 +89,11 @@ def check(comm: Communicator, eos: dict[str, list[int]]) -> dict[str, Any]:
     answer: dict[str, Any] = {"differences": {}, "tokens": {}, "log": {}, "bytes": {}, "parameters": {}}
     for family, config in CONFIGS.items():
         loaded = tiny(config, eos[family])
+        expected = [step_logits(CachedEngine(loaded), prompts) for prompts in (RAGGED, EVEN)]
         for m in MICRO_BATCHES:
             engine = PipelineEngine(loaded, comm, m)
             key = f"{family} {m}"
-            answer["differences"][key] = [compared(engine, loaded, prompts) for prompts in (RAGGED, EVEN)]
+            answer["differences"][key] = [compared(engine, p, e) for p, e in zip((RAGGED, EVEN), expected, strict=True)]
             answer["tokens"][key] = [generated(engine, RAGGED, params) for params in (SETTINGS, ENDLESS)]
             log_of(comm)
             engine.generate(EVEN, SamplingParams(max_tokens=STEPS, ignore_eos=True))

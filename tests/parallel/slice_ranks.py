@@ -28,7 +28,7 @@ SHAPES = {
 #: Heads and an MLP that two ranks cannot share evenly; the latter not in any way.
 UNEVEN = ModelConfig("llama", 2, 36, 9, 3, 4, 51, 101, 48)
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8, 97], [9, 32, 38, 46, 26, 43, 38]]
-#: Fed behind the prompts, one column a step.
+#: Fed after the prompts, one column a step.
 FED = [[100, 2, 71], [50, 51, 0], [27, 18, 28]]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
@@ -49,12 +49,12 @@ def check(comm: Communicator) -> dict[str, Any]:
 def collectives(comm: Communicator) -> dict[str, Any]:
     """What comes out of each, and what it notes."""
     n, rank = comm.size, comm.rank
-    before, behind = (rank - 1) % n, (rank + 1) % n
+    previous, following = (rank - 1) % n, (rank + 1) % n
     x = torch.tensor([[rank, 10.0], [20.0, rank]])
     found: dict[str, Any] = {
         "all-reduce": comm.all_reduce(x.clone()).tolist(),
         "all-gather": comm.all_gather(x).tolist(),
-        "exchange": comm.exchange(x, behind, before).tolist(),
+        "exchange": comm.exchange(x, following, previous).tolist(),
         "broadcast": comm.broadcast(x.clone(), 1).tolist(),
     }
     # rank r has r + i numbers for rank i, so that all parts are of unlike lengths and one is empty
@@ -70,11 +70,11 @@ def collectives(comm: Communicator) -> dict[str, Any]:
 
 
 def rings(comm: Communicator) -> dict[str, Any]:
-    """The all-reduce by hand beside PyTorch's, and the bytes of its exchanges."""
+    """The ring all-reduce and PyTorch's, and the bytes of its exchanges."""
     found = {}
     for length in RING_LENGTHS:
-        everybody = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
-        x, total = everybody[comm.rank], sum(everybody)
+        of_ranks = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
+        x, total = of_ranks[comm.rank], sum(of_ranks)
         sums = [comm.all_reduce(x.clone()), comm.all_gather(x).view(comm.size, -1).sum(0)]
         comm.log.clear()
         sums.append(ring_all_reduce(comm, x))

@@ -18,8 +18,8 @@ from nanoinfer.parallel.experiments import SHAPE
 from nanoinfer.theory.communication import context_parallel, context_parallel_decode, partition
 from tests.engines.helpers import tiny
 from tests.examples import examples
-from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, STEPS, prompts
-from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, generated
+from tests.parallel.context_ranks import CONFIGS, LENGTHS, ROWS, prompts
+from tests.parallel.pipeline_ranks import ENDLESS, SETTINGS, STEPS, generated
 from tests.parallel.rank_results import answers, context_ends
 
 KEYS = [(family, length) for family in CONFIGS for length in LENGTHS]

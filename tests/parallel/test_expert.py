@@ -83,7 +83,7 @@ def test_bytes_are_exactly_what_the_routers_send_away(answers: list[dict[str, An
                 expected.append(["all-to-all", sum(rows[rank]) * D * 4, there * D * 4])
                 expected.append(["all-to-all", computed * D * 4, back * D * 4])
                 assert sum(answer["computed"][layer][one_pass]) == computed
-        expected.append(["all-reduce", 8, 2 * (n - 1) / n * 8])  # nobody has a pass left
+        expected.append(["all-reduce", 8, 2 * (n - 1) / n * 8])  # no rank has a pass left
         assert answer["sent"] == expected
 
 
