@@ -27,6 +27,14 @@ def now() -> float:
     return time.perf_counter()
 
 
+def require_cuda(thing: str, instead: str = "take 'cpu'") -> None:
+    """Raises :class:`DeviceError` where torch has no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError(f"{thing}: this machine has no CUDA GPU that torch can use; {instead}")
+
+
 def synchronize(device: str | torch.device = "cpu") -> None:
     """Wait until ``device`` has finished its work; the CPU works at once. Raises :class:`DeviceError`."""
     kind, _, _ = str(device).partition(":")
@@ -35,8 +43,7 @@ def synchronize(device: str | torch.device = "cpu") -> None:
     import torch
 
     if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceError("device 'cuda': this machine has no CUDA GPU that torch can use; take 'cpu'")
+        require_cuda("device 'cuda'")
         torch.cuda.synchronize(device)
     elif kind == "mps":
         torch.mps.synchronize()
@@ -65,8 +72,7 @@ class CudaTimer:
     def __init__(self) -> None:
         import torch
 
-        if not torch.cuda.is_available():
-            raise DeviceError("CudaTimer: this machine has no CUDA GPU that torch can use; time with clock.timed")
+        require_cuda("CudaTimer", "time with clock.timed")
         event: type[Any] = torch.cuda.Event  # untyped in torch
         self._start, self._end = event(enable_timing=True), event(enable_timing=True)
 

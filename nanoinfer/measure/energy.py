@@ -1,35 +1,32 @@
 """Joules of a region of code, and where they come from.
 
-Counters are best, and both kinds count the whole device, whoever uses it: NVML's total of an
-NVIDIA board (renewed some ten times a second, so measure for a second or more), and RAPL's of a
-processor package (Linux; reading it mostly needs root). Where there is neither, a datasheet's
-watts times seconds is an upper bound rather than a measurement, and where even that is unknown
-the answer is ``None``. ``source`` always says which.
+Counters are best, and both kinds count the whole device: NVML's total of an NVIDIA board (renewed some ten times a
+second, so measure for a second or more), and RAPL's of a processor package (Linux; mostly readable by root only).
+Without one, a datasheet's watts times seconds is an upper bound rather than a measurement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from nanoinfer.errors import DeviceError, NanoinferError
+from nanoinfer.errors import DeviceError, NanoinferError, check
 from nanoinfer.measure.clock import now, synchronize
 from nanoinfer.measure.environment import cpu_model
 from nanoinfer.theory import hardware
 
 POWERCAP = Path("/sys/class/powercap")
-#: A RAPL counter starts again at 0 after some minutes to hours: looked at this often, no turn is missed.
-LOOK_EVERY_S = 30.0
+#: A RAPL counter wraps to 0 after some minutes to hours: read this often, no wrap is missed.
+POLL_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """Joules that a region took (``None``: nothing known), its seconds, and where the joules come from."""
+    """Joules of a region (``None``: unknown), its seconds, and where the joules come from."""
 
     joules: float | None
     seconds: float
@@ -43,7 +40,7 @@ class EnergyUse:
 
 
 class Counter(Protocol):
-    """Something that counts joules from its creation on."""
+    """Counts joules from its creation on. Reading raises ``OSError`` or ``ValueError``."""
 
     source: str
 
@@ -73,12 +70,12 @@ class RaplCounter:
         return [int(_text(zone / "energy_uj")) for zone in self._domains]
 
     def joules(self) -> float:
-        """Joules so far; call it at least once in each turn of the counter."""
+        """Joules so far; call it at least once a wrap of the counter."""
         with self._lock:
-            seen = self._read()
-            for old, new, turn in zip(self._last, seen, self._ranges, strict=True):
-                self._total += new - old if new >= old else new + turn - old
-            self._last = seen
+            present = self._read()
+            for old, new, wrap in zip(self._last, present, self._ranges, strict=True):
+                self._total += new - old if new >= old else new + wrap - old
+            self._last = present
             return self._total / 1e6
 
 
@@ -116,9 +113,8 @@ class EnergyMeter:
     """``with EnergyMeter(device) as meter: ...`` then ``meter.use``.
 
     Args:
-        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
-        watts: power to assume where there is no counter, in place of a datasheet's; ``source`` says it is yours.
-        powercap: where RAPL's domains are, for tests.
+        watts: power to assume where there is no counter, in place of a datasheet's.
+        powercap: the folder of RAPL's domains.
 
     Raises:
         NanoinferError: watts that are not above 0; on ``use``, before the region was left.
@@ -126,19 +122,19 @@ class EnergyMeter:
     """
 
     def __init__(self, device: str = "cpu", *, watts: float | None = None, powercap: Path = POWERCAP) -> None:
-        if watts is not None and not watts > 0:
-            raise NanoinferError(f"energy: watts must be above 0, got {watts}")
-        self._device, self._given, self._powercap = str(device), watts, powercap
+        if watts is not None:
+            check("energy: watts", watts, above=0, error=NanoinferError)
+        self._device, self._watts, self._powercap = str(device), watts, powercap
         self._cuda = self._device.partition(":")[0] == "cuda"
         self._use: EnergyUse | None = None
-        self._left = threading.Event()
+        self._finished = threading.Event()
 
     def __enter__(self) -> EnergyMeter:
         synchronize(self._device)
-        self._left.clear()
-        self._counter = self._find()
+        self._finished.clear()
+        self._counter = self._find_counter()
         if self._counter is not None:
-            threading.Thread(target=self._look, args=(self._counter,), daemon=True).start()
+            threading.Thread(target=self._poll, args=(self._counter,), daemon=True).start()
         self._start = now()
         return self
 
@@ -147,7 +143,7 @@ class EnergyMeter:
     ) -> None:
         synchronize(self._device)
         seconds = now() - self._start
-        self._left.set()
+        self._finished.set()
         if self._counter is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._use = EnergyUse(self._counter.joules(), seconds, self._counter.source, True)
@@ -155,7 +151,7 @@ class EnergyMeter:
         watts, source = self._assumed()
         self._use = EnergyUse(None if watts is None else watts * seconds, seconds, source, False)
 
-    def _find(self) -> Counter | None:
+    def _find_counter(self) -> Counter | None:
         with contextlib.suppress(OSError, ValueError):
             if self._cuda:
                 return NvmlCounter(self._device)
@@ -163,32 +159,30 @@ class EnergyMeter:
                 return RaplCounter(self._powercap)
         return None
 
-    def _look(self, counter: Counter) -> None:
+    def _poll(self, counter: Counter) -> None:
         with contextlib.suppress(OSError, ValueError):
-            while not self._left.wait(LOOK_EVERY_S):
+            while not self._finished.wait(POLL_EVERY_S):
                 counter.joules()
 
     def _assumed(self) -> tuple[float | None, str]:
-        if self._given is not None:
-            return self._given, f"{self._given:g} W, as given, times seconds"
-        for name in self._names():
-            with contextlib.suppress(DeviceError):
-                row = hardware.device(name)
-                if row.watts is not None:
-                    return row.watts, f"datasheet limit of the {row.name}, {row.watts:g} W, times seconds"
-        return None, "unknown: no counter to read, and no datasheet for this device"
-
-    def _names(self) -> Iterator[str]:
+        """Watts where there is no counter, and their source."""
+        if self._watts is not None:
+            return self._watts, f"{self._watts:g} W, as given, times seconds"
         if self._cuda:
             import torch
 
-            yield torch.cuda.get_device_name(torch.device(self._device))
+            name = torch.cuda.get_device_name(torch.device(self._device))
         else:
-            yield cpu_model()
+            name = cpu_model()
+        with contextlib.suppress(DeviceError):
+            row = hardware.device(name)
+            if row.watts is not None:
+                return row.watts, f"datasheet limit of the {row.name}, {row.watts:g} W, times seconds"
+        return None, "unknown: no counter to read, and no datasheet for this device"
 
     @property
     def use(self) -> EnergyUse:
-        """The result; :class:`NanoinferError` before the region was left."""
+        """The measurement."""
         if self._use is None:
             raise NanoinferError("energy: nothing measured yet; read .use after the 'with' block")
         return self._use

@@ -1,8 +1,6 @@
-"""How many bytes: counted exactly where they can be, measured where they cannot.
+"""How many bytes: counted exactly for tensors, measured for what a process or a GPU really took.
 
-Tensors are counted (:func:`tensors_bytes`, :func:`module_bytes`): exact, the same
-on every machine. What a process or a GPU really took is measured
-(:class:`MemoryMeter`), and holds activations, fragmentation and the runtime too.
+A measurement holds activations, fragmentation and the runtime too.
 """
 
 from __future__ import annotations
@@ -15,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from nanoinfer.errors import DeviceError, NanoinferError
+from nanoinfer.errors import NanoinferError
+from nanoinfer.measure.clock import require_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +66,9 @@ def module_bytes(module: torch.nn.Module) -> int:
 class MemoryUse:
     """What a region took, in bytes.
 
-    ``start`` and ``peak`` are the process's resident memory on the CPU, the bytes that
-    live tensors hold (allocated) on CUDA. ``end`` is the same when the region was left.
-    ``reserved_peak`` is what torch's CUDA allocator took from the driver (``None`` on the
-    CPU). ``method`` says how it was got: sampling can miss a peak shorter than 2 ms.
+    ``start``, ``peak`` and ``end``: the process's resident memory on the CPU, the bytes that live tensors hold
+    (allocated) on CUDA. ``reserved_peak``: what torch's CUDA allocator took from the driver, ``None`` on the CPU.
+    ``method`` says how it was measured: sampling can miss a peak shorter than 2 ms.
     """
 
     device: str
@@ -86,131 +84,133 @@ class MemoryUse:
         return max(0, self.peak - self.start)
 
 
-def _status_bytes(field: str) -> int:
-    """A field of /proc/self/status, in bytes (the kernel writes kB for KiB)."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {field} in /proc/self/status")
+class _Gauge(Protocol):
+    """Watches a peak from its creation on; all in bytes."""
+
+    method: Method
+    start: int
+
+    def finish(self) -> tuple[int, int, int | None]:
+        """``(peak, end, reserved peak)``."""
 
 
-def _reset_high_water() -> bool:
-    """Set the kernel's peak-RSS mark back to the present RSS. False where this system will not."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        # Some sandboxes accept the write and do nothing: believe only a mark that came down.
-        return _status_bytes("VmHWM") <= _status_bytes("VmRSS") + (1 << 20)
-    except (OSError, ValueError):
-        return False
+class _CudaGauge:
+    method: Method = "torch.cuda peak statistics"
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device, self._cuda = device, torch.cuda
+        self._cuda.synchronize(device)
+        self._cuda.reset_peak_memory_stats(device)
+        self.start = self._cuda.memory_allocated(device)
+
+    def finish(self) -> tuple[int, int, int | None]:
+        self._cuda.synchronize(self._device)
+        peaks = self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device)
+        return peaks[0], self._cuda.memory_allocated(self._device), peaks[1]
 
 
-def _give_back_free_memory() -> None:
-    """Hand freed heap pages back, or the region would reuse them and seem to need nothing."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+class _HighWaterGauge:
+    """Linux's peak of the resident memory. Raises ``OSError`` or ``ValueError`` where it cannot be set back."""
 
-
-class _Sampler(threading.Thread):
-    """Peak RSS by polling, for systems that cannot reset their high-water mark."""
+    method: Method = "VmHWM, reset through clear_refs"
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self.start = self._status("VmRSS")
+        # Some sandboxes accept the write and do nothing: believe only a mark that came down.
+        if self._status("VmHWM") > self.start + (1 << 20):
+            raise OSError("the peak was not reset")
+
+    @staticmethod
+    def _status(field: str) -> int:
+        """A field of /proc/self/status (the kernel writes kB for KiB)."""
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"no {field} in /proc/self/status")
+
+    def finish(self) -> tuple[int, int, int | None]:
+        return self._status("VmHWM"), self._status("VmRSS"), None
+
+
+class _SampledGauge:
+    """Resident memory by polling, for systems that cannot reset their peak."""
+
+    method: Method = "RSS sampled every 2 ms"
+
+    def __init__(self) -> None:
         import psutil
 
         self._process = psutil.Process()
-        self._stop_asked = threading.Event()
-        self.peak = self.rss()
+        self._finished = threading.Event()
+        self.start = self._peak = self._rss()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
 
-    def rss(self) -> int:
+    def _rss(self) -> int:
         return int(self._process.memory_info().rss)
 
-    def run(self) -> None:
-        while not self._stop_asked.wait(0.002):
-            self.peak = max(self.peak, self.rss())
+    def _sample(self) -> None:
+        while not self._finished.wait(0.002):
+            self._peak = max(self._peak, self._rss())
 
-    def finish(self) -> tuple[int, int]:
-        """Stop; return ``(peak, present)``."""
-        self._stop_asked.set()
-        self.join()
-        end = self.rss()
-        return max(self.peak, end), end
+    def finish(self) -> tuple[int, int, int | None]:
+        self._finished.set()
+        self._thread.join()
+        end = self._rss()
+        return max(self._peak, end), end, None
 
 
 class MemoryMeter:
     """``with MemoryMeter(device) as meter: ...`` then ``meter.use``.
 
-    The peak mark of the process (or GPU) is reset on entry, so meters do not nest:
-    :class:`NanoinferError` where one is already open.
+    The peak of the process (or GPU) is reset on entry, so meters do not nest.
+
+    Raises:
+        DeviceError: a CUDA device that is not there.
+        NanoinferError: on entry, where a meter is open; on ``use``, before the region was left.
     """
 
     _open = False
 
     def __init__(self, device: str | torch.device = "cpu", *, method: Literal["auto", "sample"] = "auto") -> None:
-        self._device = str(device)
+        self._device, self._sampled = str(device), method == "sample"
         self._cuda = self._device.partition(":")[0] == "cuda"
-        self._may_reset = method == "auto"
-        self._sampler: _Sampler | None = None
         self._use: MemoryUse | None = None
-        self._start = 0
         if self._cuda:
-            import torch
-
-            if not torch.cuda.is_available():
-                raise DeviceError(f"device '{device}': this machine has no CUDA GPU that torch can use; take 'cpu'")
+            require_cuda(f"device '{device}'")
 
     def __enter__(self) -> MemoryMeter:
         if MemoryMeter._open:
-            raise NanoinferError("memory: a meter is already open; meters share one peak mark and do not nest")
+            raise NanoinferError("memory: a meter is already open; meters share one peak and do not nest")
+        self._gauge = self._begin()
         MemoryMeter._open = True
-        try:
-            self._begin()
-        except BaseException:
-            MemoryMeter._open = False
-            raise
         return self
 
-    def _begin(self) -> None:
-        _give_back_free_memory()
+    def _begin(self) -> _Gauge:
+        gc.collect()
+        # Hand freed heap pages back, or the region would reuse them and seem to need nothing.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         if self._cuda:
-            import torch
-
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._start = torch.cuda.memory_allocated(self._device)
-        elif self._may_reset and _reset_high_water():
-            self._start = _status_bytes("VmRSS")
-        else:
-            self._sampler = _Sampler()
-            self._start = self._sampler.peak
-            self._sampler.start()
+            return _CudaGauge(self._device)
+        if not self._sampled:
+            with contextlib.suppress(OSError, ValueError):
+                return _HighWaterGauge()
+        return _SampledGauge()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         MemoryMeter._open = False
-        if self._cuda:
-            import torch
-
-            torch.cuda.synchronize(self._device)
-            self._use = MemoryUse(
-                device=self._device,
-                method="torch.cuda peak statistics",
-                start=self._start,
-                peak=torch.cuda.max_memory_allocated(self._device),
-                end=torch.cuda.memory_allocated(self._device),
-                reserved_peak=torch.cuda.max_memory_reserved(self._device),
-            )
-        elif self._sampler is not None:
-            peak, end = self._sampler.finish()
-            self._use = MemoryUse(self._device, "RSS sampled every 2 ms", self._start, peak, end)
-        else:
-            peak, end = _status_bytes("VmHWM"), _status_bytes("VmRSS")
-            self._use = MemoryUse(self._device, "VmHWM, reset through clear_refs", self._start, peak, end)
+        peak, end, reserved = self._gauge.finish()
+        self._use = MemoryUse(self._device, self._gauge.method, self._gauge.start, peak, end, reserved)
 
     @property
     def use(self) -> MemoryUse:
-        """The measurement; :class:`NanoinferError` before the region was left."""
+        """The measurement."""
         if self._use is None:
             raise NanoinferError("memory: nothing measured yet; read .use after the 'with' block")
         return self._use

@@ -1,8 +1,6 @@
-"""Where the time goes: torch.profiler, cut down to a table one can read.
+"""Where the time goes: torch.profiler, reduced to operators, calls and shares of each phase.
 
-The profiler's own output is forty columns wide. A reader asks one question (which
-operators, in which phase, what share), so that is what comes back. Profiling slows
-the code down: shares are to be believed, absolute times are not.
+Profiling slows the code down: shares are to be believed, absolute times are not.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoinfer.errors import DeviceError, NanoinferError
-from nanoinfer.measure.clock import synchronize
+from nanoinfer.errors import NanoinferError, check
+from nanoinfer.measure.clock import require_cuda, synchronize
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
 class OperatorTime:
     """One operator in one phase.
 
-    ``self_ms`` is time in the operator itself, not in those it calls; on CUDA it is the
-    time of the kernels it launched. ``share`` is its part (0..1) of the phase's total.
+    ``self_ms``: time in the operator itself, not in those it calls; on CUDA that of the kernels it launched.
+    ``share``: of the phase's total, 0 to 1.
     """
 
     phase: str
@@ -60,19 +58,16 @@ def profile_phases(
     top: int = 8,
     warmup: int = 1,
 ) -> list[OperatorTime]:
-    """Profile each phase by itself and return its ``top`` operators, the largest share first.
+    """Profile each phase, after ``warmup`` calls, and return its ``top`` operators, the largest share first.
 
-    What is below the top is summed in one row, ``(other)``, so that the shares of a phase
-    add up to 1. Each phase is called ``warmup`` times before it is profiled.
+    The others are summed in one row, ``(other)``, so that the shares of a phase add up to 1.
     """
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    if top < 1:
-        raise NanoinferError(f"profile: top must be at least 1, got {top}")
+    check("profile: top", top, at_least=1, whole=True, error=NanoinferError)
     cuda = str(device).partition(":")[0] == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise DeviceError(f"device '{device}': this machine has no CUDA GPU that torch can use; take 'cpu'")
+    if cuda:
+        require_cuda(f"device '{device}'")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     rows: list[OperatorTime] = []
     for phase, fn in phases.items():
@@ -94,7 +89,7 @@ def profile_phases(
             (
                 ((event.self_device_time_total if cuda else event.self_cpu_time_total) / 1000, event.key, event.count)
                 for event in events
-                # Kernels stand in the list beside the operators that launched them: count the operators.
+                # The list has kernels next to the operators that launched them: count the operators.
                 if event.device_type.name == "CPU"
             ),
             reverse=True,

@@ -12,11 +12,11 @@ from nanoinfer.measure.energy import EnergyMeter, RaplCounter
 from nanoinfer.theory import hardware
 
 
-def zone(folder: Path, name: str, label: str, microjoules: int, turn: int = 1_000_000) -> Path:
+def zone(folder: Path, name: str, label: str, microjoules: int, wrap: int = 1_000_000) -> Path:
     path = folder / name
     path.mkdir()
     (path / "name").write_text(f"{label}\n")
-    (path / "max_energy_range_uj").write_text(f"{turn}\n")
+    (path / "max_energy_range_uj").write_text(f"{wrap}\n")
     (path / "energy_uj").write_text(f"{microjoules}\n")
     return path / "energy_uj"
 
@@ -39,22 +39,22 @@ def test_a_counter_that_starts_again_is_followed(tmp_path: Path) -> None:
     counter = RaplCounter(tmp_path)
     file.write_text("100000")
     assert counter.joules() == pytest.approx(0.2)
-    file.write_text("50000")  # a second turn, seen because it was looked at in between
+    file.write_text("50000")  # a second wrap, seen because it was read in between
     assert counter.joules() == pytest.approx(1.15)
 
 
-def test_a_long_region_is_looked_at_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "LOOK_EVERY_S", 0.001)
+def test_a_long_region_is_read_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "POLL_EVERY_S", 0.001)
     file = zone(tmp_path, "intel-rapl:0", "package-0", 900_000)
-    looks: list[float] = []
+    readings: list[float] = []
     plain = RaplCounter.joules
-    monkeypatch.setattr(RaplCounter, "joules", lambda self: looks.append(plain(self)) or looks[-1])
+    monkeypatch.setattr(RaplCounter, "joules", lambda self: readings.append(plain(self)) or readings[-1])
     with EnergyMeter("cpu", powercap=tmp_path) as meter:
         for value in (800_000, 700_000):
             file.with_name("new").write_text(str(value))
             file.with_name("new").replace(file)
-            before = len(looks)
-            while len(looks) < before + 2:
+            before = len(readings)
+            while len(readings) < before + 2:
                 pass
     assert meter.use.joules == pytest.approx(1.8)
 
@@ -82,7 +82,7 @@ def test_a_datasheet_then_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pass
     assert meter.use.joules == pytest.approx((row.watts or 0) * meter.use.seconds)
     assert row.name in meter.use.source and "datasheet" in meter.use.source
-    monkeypatch.setattr(energy, "cpu_model", lambda: "a processor nobody knows")
+    monkeypatch.setattr(energy, "cpu_model", lambda: "an unknown processor")
     with EnergyMeter("cpu", powercap=tmp_path) as meter:
         pass
     assert meter.use.joules is None and meter.use.watts is None

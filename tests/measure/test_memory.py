@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -67,7 +68,10 @@ def test_second_region_does_not_inherit_the_first_ones_peak() -> None:
 
 
 def test_falls_back_where_the_kernel_will_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
+    def refuse(self: Path, *args: object, **more: object) -> int:
+        raise PermissionError(self)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
     with memory.MemoryMeter() as meter:
         pass
     assert meter.use.method == "RSS sampled every 2 ms"
