@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final, cast
 
 import typer
 
-from nanoinfer.bench.slo import parse_slo
+from nanoinfer.bench.summary import METRICS
 from nanoinfer.bench.sweep import Kind, parse_levels
-from nanoinfer.errors import RequestError, check
+from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.workload import arrivals, files, items
 from nanoinfer.workload.items import WorkItem, schedule_at
 
@@ -23,6 +23,8 @@ REQUESTS: Final = 32
 #: Warm-up requests of an open loop; a closed one sends one for each user, so that their first rush is not measured.
 WARMUP: Final = 4
 LOADS: Final = ("rate", "users", "replay")
+#: How many of a unit make a second: dividing rounds once, so that 70ms is exactly 0.07.
+PER_SECOND: Final = {"us": 1e6, "ms": 1e3, "s": 1.0}
 #: Options of which at most one may be set, and why.
 EXCLUSIVE: Final = (
     (LOADS, "are different loads"),
@@ -230,3 +232,29 @@ class LoadPlan:
         if config.lengths is None and config.replay is None:
             record["output_tokens"] = str(self.output)
         return record
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """``"ttft=200ms,tpot=50ms,e2e=3s"`` as seconds by metric: ``{"ttft": 0.2, "tpot": 0.05, "e2e": 3.0}``.
+
+    Raises:
+        RequestError: naming the metric or the unit that is missing, unknown or given twice.
+    """
+    slo: dict[str, float] = {}
+    for part in map(str.strip, text.split(",")):
+        name, _, time = map(str.strip, part.partition("="))
+        if not (name and time):
+            raise RequestError(f"slo '{part}': write METRIC=TIME, as in ttft=200ms,tpot=50ms")
+        if name not in METRICS:
+            raise RequestError(f"slo '{part}': no metric '{name}' of a request; {nearest(name, METRICS)}")
+        if name in slo:
+            raise RequestError(f"slo '{part}': {name} has a limit already; give one for each metric")
+        if (match := re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([^\W\d]*)", time)) is None:
+            raise RequestError(f"slo '{part}': '{time}' is no time; write a number and a unit, as in 200ms")
+        number, unit = match.groups()
+        if unit not in PER_SECOND:
+            problem = f"unknown unit '{unit}'" if unit else f"{number} of what?"
+            raise RequestError(f"slo '{part}': {problem}; the units are {', '.join(PER_SECOND)}, as in {number}ms")
+        slo[name] = float(number) / PER_SECOND[unit]
+        check(f"slo '{part}': a limit", slo[name], above=0)
+    return slo

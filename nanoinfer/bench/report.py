@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from nanoinfer.bench import tables
 from nanoinfer.bench.run import Run
-from nanoinfer.bench.slo import slo_text
+from nanoinfer.bench.tables import slo_text
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import percentile, sorted_percentile
 from nanoinfer.show.figures import DARK, LIGHT, figure

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from nanoinfer.bench.run import Run
-from nanoinfer.bench.slo import METRICS
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import TAILS, Interval, percentile, percentile_interval, summarize
 from nanoinfer.measure.trace import Trace
@@ -29,6 +28,8 @@ DELAYS: Final[Mapping[str, Callable[[Trace], float]]] = {
     "client_delay": metrics.client_delay,
     "wait": lambda trace: (trace.t_sent if trace.t_start is None else trace.t_start) - trace.t_scheduled,
 }
+#: Metrics that a request can be held to; client_delay is not an SLO metric.
+METRICS: Final = tuple(name for name in metrics.PER_REQUEST if name != "client_delay")
 #: Their values depend on token counts, and are only as good as these.
 COUNTED: Final = ("tpot", "itl", "normalized_latency")
 #: Rates by their keys: the definition's name and the unit.
@@ -246,7 +247,7 @@ def summarise(run: Run, slo: Mapping[str, float] | None = None, budget: ErrorBud
     """All figures of a run, as JSON.
 
     Args:
-        slo: limits in seconds, as :func:`nanoinfer.bench.slo.parse_slo` gives them; without, no goodput.
+        slo: limits in seconds, as :func:`nanoinfer.bench.options.parse_slo` gives them; without, no goodput.
 
     Raises:
         NanoinferError: traces whose clock ran backwards, a limit on an unknown metric.

@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from nanoinfer.bench.run import Run
-from nanoinfer.bench.slo import slo_text
 from nanoinfer.bench.summary import summarise
+from nanoinfer.bench.tables import slo_text
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.stats import least_n
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from nanoinfer.bench.slo import slo_text
 from nanoinfer.show.text import DASH, Rows, as_table, format_number, ms
 
 TOO_SMALL: Final = "n too small"
@@ -34,6 +33,11 @@ RATES: Final = {
     "input_tok_s": "input tokens/s",
     "requests_s": "requests/s",
 }
+
+
+def slo_text(slo: Mapping[str, float]) -> str:
+    """The limits in words: ``ttft at most 200 ms, tpot at most 50 ms``."""
+    return ", ".join(f"{name} at most {seconds * 1e3:g} ms" for name, seconds in slo.items())
 
 
 def interval_text(pair: Iterable[float | None] | None) -> str:

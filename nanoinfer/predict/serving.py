@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
+from nanoinfer.bench.options import parse_slo
 from nanoinfer.bench.simulation import SimulationScores
-from nanoinfer.bench.slo import parse_slo
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.scheduler import Scheduler
