@@ -1,11 +1,11 @@
-"""What was this measured on? A number without its machine is a rumour.
+"""What a number was measured on: only what bears on speed.
 
-Only what bears on speed is recorded. Host names, user names, paths and kernel
-build strings stay out: results are published.
+Host names, user names, paths and kernel build strings stay out: results are published.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import importlib.metadata
@@ -21,14 +21,11 @@ PACKAGES = ("nanoinfer", "torch", "numpy", "tiktoken", "safetensors", "gguf", "t
 
 
 def cpu_model() -> str:
-    """The processor's name as its maker writes it, or the architecture where that is not to be had."""
-    if (found := _cpuinfo("model name", "Model")) is not None:
-        return found
-    if platform.system() == "Darwin":
-        found = _output("sysctl", "-n", "machdep.cpu.brand_string")
-        if found:
-            return found
-    return platform.processor() or platform.machine()
+    """The processor's name as its maker writes it, else the architecture."""
+    name = _cpuinfo("model name", "Model")
+    if name is None and platform.system() == "Darwin":
+        name = _output("sysctl", "-n", "machdep.cpu.brand_string")
+    return name or platform.processor() or platform.machine()
 
 
 def cpu_features() -> str:
@@ -40,7 +37,7 @@ def cpu_features() -> str:
 
 
 def _cpuinfo(*keys: str) -> str | None:
-    """Linux's first line of that name."""
+    """The first such field of Linux's /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -71,19 +68,15 @@ def usable_cores() -> int:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(count))
+    ]
 
 
 def _os_name() -> str:
@@ -113,8 +106,8 @@ def _describe() -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory (bytes), GPUs, operating system: what bears on speed, and nothing private."""
-    return {**_describe(), "gpus": [dict(gpu) for gpu in _describe()["gpus"]]}
+    """Processor, cores, memory (bytes), GPUs, operating system."""
+    return copy.deepcopy(_describe())
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,7 @@
-"""Every serving metric, derived from traces and from nothing else.
+"""Every serving metric, derived from traces alone; all times are seconds of one monotonic clock.
 
-Two tools that say "ITL" rarely mean the same number, so each function here is
-one definition, :data:`DEFINITIONS` holds it as a line to print beside the
-figure, and ``None`` (never 0) stands for "this request has no such value".
-All times are seconds of one monotonic clock.
+Two tools that say "ITL" rarely mean the same number, so each function here is one definition, :data:`DEFINITIONS` holds
+it as a line to print next to the figure, and ``None`` (never 0) stands for "this request has no such value".
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, check
 from nanoinfer.measure.trace import Trace
 
-#: Name to the one line that must stand beside the number.
+#: By name, the line to print next to the number.
 DEFINITIONS: Mapping[str, str] = {
     "client_delay": "t_sent - t_scheduled: how late the load generator was",
     "ttft": "time to first token: first chunk that holds a token - t_scheduled (waiting counts)",
@@ -60,13 +58,13 @@ def client_delay(trace: Trace) -> float:
 
 
 def ttft(trace: Trace) -> float | None:
-    """Time to first token from when the request was due, as its user feels it."""
+    """Time to first token since the request was due, as its user feels it."""
     chunks = _token_chunks(trace)
     return chunks[0][0] - trace.t_scheduled if chunks else None
 
 
 def ttft_service(trace: Trace) -> float | None:
-    """Time to first token from when the request was sent."""
+    """Time to first token since the request was sent."""
     chunks = _token_chunks(trace)
     return chunks[0][0] - trace.t_sent if chunks else None
 
@@ -80,16 +78,13 @@ def tpot(trace: Trace) -> float | None:
 
 
 def itl(trace: Trace) -> list[tuple[float, int]]:
-    """Amortised inter-token latency: ``(gap / n, n)`` for each chunk after the first.
-
-    TTFT is no part of it. ``sum(value * n)`` is ``t_last - t_1``.
-    """
+    """Amortised inter-token latency: ``(gap / n, n)`` for each chunk after the first; TTFT is no part of it."""
     chunks = _token_chunks(trace)
     return [((t - before) / n, n) for (before, _), (t, n) in pairwise(chunks)]
 
 
 def itl_samples(trace: Trace) -> list[float]:
-    """:func:`itl` written out, one value per token: what percentiles are taken of."""
+    """:func:`itl`, one value per token: what percentiles are taken of."""
     return [value for value, n in itl(trace) for _ in range(n)]
 
 
@@ -100,7 +95,7 @@ def chunk_gaps(trace: Trace) -> list[float]:
 
 
 def itl_perceived(trace: Trace) -> list[float]:
-    """``N - 1`` gaps, in no order, as a reader sees them: the tokens of one chunk appear together, 0 apart."""
+    """``N - 1`` unordered gaps as a reader sees them: the tokens of one chunk appear together, 0 apart."""
     chunks = _token_chunks(trace)
     within = [0.0] * sum(n - 1 for _, n in chunks)
     return [*within, *chunk_gaps(trace)]
@@ -129,7 +124,7 @@ PER_REQUEST: Mapping[str, Callable[[Trace], float | None]] = {
 
 
 def metric_named(name: str) -> Callable[[Trace], float | None]:
-    """The per-request metric of that name; raises :class:`NanoinferError` naming the known ones."""
+    """The per-request metric of that name. Raises :class:`NanoinferError` naming the known ones."""
     if name not in PER_REQUEST:
         raise NanoinferError(f"metric '{name}' is not a per-request metric; known: {', '.join(sorted(PER_REQUEST))}")
     return PER_REQUEST[name]
@@ -145,10 +140,9 @@ class Collected:
 
 
 def collect(traces: Iterable[Trace], name: str, *, failed_as_infinite: bool = False) -> Collected:
-    """Take one metric of every request that ended well.
+    """Take one metric of every request that ended well; others are counted, since a fast refusal is no low latency.
 
-    Failed requests are counted, not mixed in: a fast refusal is no low latency. With
-    ``failed_as_infinite`` each is one ``inf`` instead (an adjusted percentile).
+    With ``failed_as_infinite`` each failed request is one ``inf`` too (for an adjusted percentile).
     """
     metric = metric_named(name)
     values: list[float] = []
@@ -185,11 +179,9 @@ def _window(start: float, end: float) -> float:
 class Throughput:
     """Rates over one window of ``window_s`` seconds.
 
-    ``output_tok_s`` counts tokens by when they arrived (of failed requests too: the
-    work was done); ``requests_s`` good requests by when they ended; ``input_tok_s``
-    prompt tokens by when the first output token came. ``drained_tok_s`` is every token
-    of the requests sent in the window over the time from its start to their last
-    token, ``None`` where there is none.
+    ``output_tok_s`` counts tokens by their arrival (of failed requests too: the work was done), ``requests_s`` good
+    requests by their end, ``input_tok_s`` prompt tokens by the first output token. ``drained_tok_s``: all tokens of the
+    requests sent in the window, over the time from its start to their last token; ``None`` where there is none.
     """
 
     window_s: float
@@ -200,7 +192,7 @@ class Throughput:
 
 
 def throughput(traces: Sequence[Trace], start: float, end: float) -> Throughput:
-    """Rates over the fixed window ``start <= t < end``, chosen beforehand and not by the data."""
+    """Rates over the window ``start <= t < end``, to be chosen before looking at the data."""
     width = _window(start, end)
     out = sum(n for trace in traces for t, n in _token_chunks(trace) if start <= t < end)
     ended = sum(trace.status == "ok" and start <= _left(trace) < end for trace in traces)
@@ -217,13 +209,9 @@ def throughput(traces: Sequence[Trace], start: float, end: float) -> Throughput:
 
 
 def peak_throughput(traces: Sequence[Trace], start: float, end: float, part_s: float = 1.0) -> float:
-    """The best output token rate over equal parts, each at least ``part_s`` long, that fill the window.
-
-    The parts tile the window exactly, so the peak can never be below the mean.
-    """
+    """The highest output token rate over equal parts of the window, at least ``part_s`` long; never below the mean."""
     width = _window(start, end)
-    if part_s <= 0:
-        raise NanoinferError(f"peak throughput: part_s must be positive, got {part_s}")
+    check("peak throughput: part_s", part_s, above=0, error=NanoinferError)
     parts = max(1, math.floor(width / part_s))
     counts = [0] * parts
     for trace in traces:
@@ -250,10 +238,9 @@ def goodput(
 ) -> Goodput:
     """Judge requests by limits such as ``{"ttft": 0.1, "tpot": 0.02}`` (seconds, inclusive).
 
-    A request that did not end well is bad, and so is one that broke any limit. One that
-    broke none but has no value for some limit (TPOT of a single token) is excluded from
-    the share and counted. Rates are over ``start`` to ``end``, by default from the first
-    scheduled request to the last end.
+    A request that failed or broke any limit is bad. One that broke none but has no value for some limit (TPOT of a
+    single token) is excluded from the share and counted. Rates are over ``start`` to ``end``, by default from the
+    first scheduled request to the last end.
     """
     if not slo:
         raise NanoinferError("goodput: give at least one limit, such as {'ttft': 0.1}")
@@ -306,11 +293,10 @@ class Little:
 def little(traces: Sequence[Trace], start: float, end: float) -> Little:
     """Compare mean concurrency with arrival rate times mean time in the system.
 
-    Exact where every request begins and ends inside the window; otherwise ``error``
-    shows how much the edges of the window matter.
+    Exact where every request begins and ends inside the window; otherwise ``error`` shows how much its edges matter.
     """
     inside = [trace for trace in traces if start <= trace.t_sent < end]
     rate = len(inside) / _window(start, end)
     time = math.fsum(_left(trace) - trace.t_sent for trace in inside) / len(inside) if inside else 0.0
-    number = mean_concurrency(traces, start, end)
-    return Little(number, rate, time, abs(number - rate * time))
+    concurrency = mean_concurrency(traces, start, end)
+    return Little(concurrency, rate, time, abs(concurrency - rate * time))

@@ -1,13 +1,13 @@
-"""What a cheaper model costs in quality: how well it foretells a text, and how far it strays from another.
+"""What a cheaper model costs in quality: how well it predicts a text, and how far it diverges from another model.
 
-A number of perplexity means nothing without its text, its window and its stride, so all three are
-arguments here, and the definition is exact:
+A perplexity means nothing without its text, its window and its stride, so all three are arguments, and the definition
+is exact:
 
-- The text is ids ``x_0 ... x_n``. ``x_0`` is given, never scored (put a begin token there where the
-  model has one); the ``n`` others are scored once each.
-- Windows of ``context`` ids move forward by ``stride``. An id is scored in the first window that
-  holds it, with all ids before it in that window in view: in the first window 1 to ``context - 1``
-  of them, later at least ``context - stride``. A small stride costs more passes and scores better.
+- The text is ids ``x_0 ... x_n``. ``x_0`` is never scored (put a begin token there where the model has one); the ``n``
+  others are scored once each.
+- Windows of ``context`` ids move forward by ``stride``. An id is scored in the first window that holds it, with all ids
+  before it in that window in view: in the first window 1 to ``context - 1`` of them, later at least
+  ``context - stride``. A small stride costs more passes and scores better.
 - negative log-likelihood (NLL) = mean of ``-ln p(x_i | the ids in view)`` in nats; perplexity = ``exp(NLL)``;
   bits per byte = ``NLL * n / ln 2 /`` bytes of the scored text in UTF-8, which, unlike perplexity, compares
   models with different tokenizers.
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check
 from nanoinfer.models.model import Model
 
-#: Rows that are worked on in float64 at a time: 64 rows of a vocabulary of 128,000 take 65 MB.
+#: Rows computed in float64 at a time: 64 rows of a vocabulary of 128,000 take 65 MB.
 ROWS = 64
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model foretells a text. ``nll`` in nats a token; ``bits_per_byte`` None where no bytes were given."""
+    """How well a model predicts a text. ``nll`` in nats a token; ``bits_per_byte`` None where no bytes were given."""
 
     nll: float
     tokens: int
@@ -40,7 +40,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """``exp(nll)``: as unsure as a fair choice among so many tokens."""
+        """``exp(nll)``: as uncertain as a fair choice among that many tokens."""
         return math.exp(self.nll)
 
 
@@ -53,13 +53,11 @@ def scored_logits(model: Model, ids: Sequence[int], context: int, stride: int) -
     """
     if len(ids) < 2:
         raise RequestError(f"a text of {len(ids)} tokens has none to score; give at least 2")
-    if not 2 <= context <= model.config.context:
-        raise RequestError(f"context must be 2 to {model.config.context}, the model's, got {context}")
-    if not 1 <= stride < context:
-        raise RequestError(f"stride must be 1 to {context - 1}, below the context, got {stride}")
+    check("context", context, at_least=2, at_most=model.config.context, whole=True)
+    check("stride", stride, at_least=1, below=context, whole=True)
     assert isinstance(model, torch.nn.Module)
     device = next(model.parameters()).device
-    scored = 1  # ids before this one are done
+    scored = 1  # ids before this one have been scored
     for start in range(0, len(ids), stride):
         window = torch.tensor([ids[start : start + context]], device=device)
         length = window.shape[1]
@@ -81,17 +79,16 @@ def perplexity(model: Model, ids: Sequence[int], context: int, stride: int, n_by
     """Score ``ids`` over sliding windows, as the module's docstring defines it.
 
     Args:
-        model: any :class:`Model`; runs where its weights are.
-        ids: the text's token ids; the first is given and not scored.
+        ids: the text's token ids; the first is not scored.
         context: tokens of a window, at most the model's context.
         stride: tokens from one window to the next, below ``context``.
-        n_bytes: UTF-8 bytes of the scored text (all but the first id's), for bits per byte.
+        n_bytes: UTF-8 bytes of the scored text (all but the first id's).
 
     Raises:
         RequestError: a text, context, stride or number of bytes that cannot be scored.
     """
-    if n_bytes is not None and n_bytes < 1:
-        raise RequestError(f"n_bytes must be at least 1, got {n_bytes}")
+    if n_bytes is not None:
+        check("n_bytes", n_bytes, at_least=1, whole=True)
     total = math.fsum(float(token_nll(*part).sum()) for part in scored_logits(model, ids, context, stride))
     tokens = len(ids) - 1
     return Score(total / tokens, tokens, None if n_bytes is None else total / math.log(2) / n_bytes)

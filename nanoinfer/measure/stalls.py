@@ -1,8 +1,8 @@
-"""Why a stream stood still: every long gap between tokens, shared out among what happened meanwhile.
+"""Why a stream stalled: every long gap between tokens, attributed to what happened meanwhile.
 
-A trace says when tokens came. The engine's notes of its steps say what it did in the gaps, and notes of pauses say
-when it did nothing of its own: a garbage collection, a compilation. All times are seconds of one monotonic clock.
-The shares of a gap add up to the gap, so nothing is counted twice and what nobody can account for is seen.
+A trace says when tokens came, the engine's notes what its steps did in the gaps, and pauses when it was interrupted by
+a garbage collection or a compilation. All times are seconds of one monotonic clock. The shares of a gap add up to it,
+so nothing is counted twice and what stays unexplained is seen.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeVar
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stats import percentile
 from nanoinfer.measure.trace import Trace
 
 #: decode: steps as long as those without a prompt usually are; prefill: what a step with prompts took beyond that;
 #: preemption: from the loss of its blocks to its next token; queue: from sending to its start; prompt: its own;
-#: client: late sending, or time on the wire and in the client, where no step ran or none was noted.
+#: client: late sending, or time on the network and in the client, where no step ran or none was noted.
 Cause = Literal["decode", "prefill", "preemption", "compile", "gc", "queue", "prompt", "client", "unexplained"]
 
 
@@ -40,7 +40,7 @@ class StepNote:
 
 @dataclass(frozen=True)
 class Pause:
-    """A time in which the process did something else."""
+    """A time in which the process did not serve."""
 
     cause: Literal["compile", "gc"]
     start: float
@@ -63,7 +63,7 @@ class Stall:
 
     @property
     def cause(self) -> Cause:
-        """What took most of it, ordinary decoding apart."""
+        """What took most of it, other than ordinary decoding."""
         return max(self.shares, key=lambda cause: (cause != "decode", self.shares[cause]))
 
 
@@ -90,7 +90,7 @@ Note = TypeVar("Note", StepNote, Pause)
 
 
 def shifted(notes: Iterable[Note], by: float) -> list[Note]:
-    """The notes ``by`` seconds later: to the clock of traces that count from the start of their run, by ``-start``."""
+    """The notes ``by`` seconds later; by ``-start``, on the clock of traces that count from the start of their run."""
     return [replace(note, start=note.start + by, end=note.end + by) for note in notes]
 
 
@@ -105,24 +105,23 @@ def stalls(
 
     Args:
         traces: of one run.
-        steps: what the engine noted, one step after the other. None where it was not watched.
+        steps: the engine's notes, if any.
         pauses: of the engine's process.
         longer_than: 0 takes every gap.
 
     Raises:
         NanoinferError: steps that overlap or run backwards, a negative multiple.
     """
-    if longer_than < 0:
-        raise NanoinferError(f"stalls: longer_than is a multiple of the median gap and at least 0, got {longer_than}")
+    check("stalls: longer_than", longer_than, at_least=0, error=NanoinferError)
     log = _Log(steps, pauses)
     gaps = [gap for number, trace in enumerate(traces) for gap in _gaps(number, trace)]
-    found = []
+    long = []
     for first in (True, False):
         kind = [gap for gap in gaps if gap.first == first]
-        least = longer_than * (percentile((gap.end - gap.start for gap in kind), 50) or 0.0)
-        found += [gap for gap in kind if gap.end - gap.start > least]
-    found.sort(key=lambda gap: (gap.trace, gap.start))
-    return [replace(gap, shares=log.shares(gap, traces[gap.trace])) for gap in found]
+        limit = longer_than * (percentile((gap.end - gap.start for gap in kind), 50) or 0.0)
+        long += [gap for gap in kind if gap.end - gap.start > limit]
+    long.sort(key=lambda gap: (gap.trace, gap.start))
+    return [replace(gap, shares=log.shares(gap, traces[gap.trace])) for gap in long]
 
 
 def totals(found: Iterable[Stall]) -> dict[Cause, float]:
@@ -141,7 +140,7 @@ def _gaps(number: int, trace: Trace) -> list[Stall]:
 
 
 class _Log:
-    """The notes, in order, ready to be asked about a gap."""
+    """The notes of a run in order of time."""
 
     def __init__(self, steps: Sequence[StepNote], pauses: Sequence[Pause]) -> None:
         self.steps = sorted(steps, key=lambda step: step.start)
@@ -193,7 +192,7 @@ class _Log:
 def _lost(inside: Sequence[StepNote], gap: Stall, trace: Trace) -> float:
     """When, in the gap, the request lost its blocks; the gap's end where it did not.
 
-    Who keeps them gets a token from every step, so that only one starts in a gap.
+    A request that keeps them gets a token from every step, so that only one step starts in a gap.
     """
     begun = [step for step in inside if gap.start <= step.start < gap.end]
     if trace.preemptions and len(begun) > 1:
@@ -202,7 +201,7 @@ def _lost(inside: Sequence[StepNote], gap: Stall, trace: Trace) -> float:
 
 
 def _waiting(t: float, trace: Trace, running: bool) -> Cause | None:
-    """What the wait for a first token is made of, by when it is."""
+    """What the wait for a first token is at ``t``."""
     if t < trace.t_sent:
         return "client"
     if trace.t_start is not None and t < trace.t_start:

@@ -121,9 +121,8 @@ def percentile_interval(
 class Summary:
     """What ``n`` samples say. Every figure is ``None`` where ``n`` is 0 (``std`` where n < 2).
 
-    ``low`` and ``high`` bound the MEDIAN (``interval_of``) with ``confidence``, exactly
-    and for any distribution; ``None`` where n is too small (below 6 at 95%).
-    ``too_small`` names the percentiles that ``n`` cannot support.
+    ``low`` and ``high`` bound the MEDIAN (``interval_of``) with ``confidence``, for any distribution; ``None`` where n
+    is too small (below 6 at 95%). ``too_small`` names the percentiles that ``n`` cannot support.
     """
 
     n: int
@@ -202,8 +201,7 @@ def ratio_of_medians(
 ) -> Ratio:
     """``median(a) / median(b)`` of paired samples, with a percentile-bootstrap interval.
 
-    ``a[i]`` and ``b[i]`` were taken next to each other, so pairs are resampled: what
-    slowed both (a clock change, a neighbour) cancels. The same seed gives the same interval.
+    ``a[i]`` and ``b[i]`` were taken next to each other, so pairs are resampled: what slowed both cancels.
     """
     if not a or len(a) != len(b):
         raise NanoinferError(f"ratio: needs as many samples of a as of b, at least one, got {len(a)} and {len(b)}")

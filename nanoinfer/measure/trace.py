@@ -1,8 +1,7 @@
 """The trace: the one record that every engine, server and simulation leaves.
 
-Only times and counts are stored. Every metric (time to first token, goodput,
-price) is derived from these records by :mod:`nanoinfer.measure.metrics`, so a
-run saved today can be scored again tomorrow under another definition.
+Only times and counts are stored. :mod:`nanoinfer.measure.metrics` derives every metric from them, so a run saved today
+can be scored again under another definition.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.store import write_whole
 
 Status = Literal["ok", "error", "timeout", "cancelled", "rejected"]
-#: What a chunk of a stream is, where the transport tells. Tokens are in reasoning and content; a finish can hold the
-#: end-of-sequence one.
+#: What a chunk of a stream is, where the transport says so. Tokens are in reasoning and content; a finish can hold the
+#: end-of-sequence token.
 ChunkKind = Literal["role", "reasoning", "content", "finish", "usage", "done"]
 
 
@@ -26,11 +25,10 @@ ChunkKind = Literal["role", "reasoning", "content", "finish", "usage", "done"]
 class Trace:
     """One request's life, in seconds of a monotonic clock.
 
-    ``chunks`` holds ``(t, n)``: ``n`` output tokens became visible at time ``t``.
-    A chunk with ``n == 0`` (a role, a usage frame) is no token. An engine that queues notes ``t_start``, when
-    the queue was left, ``cached_tokens`` of the prompt that were found and not computed, and ``preemptions``.
-    A client of a server notes the ``kinds`` of its chunks, one each, and as ``error`` what went wrong, by kind
-    (``http 500``, ``connect``); ``estimated`` says that the server told no counts and they are a guess.
+    ``chunks`` holds ``(t, n)``: ``n`` output tokens became visible at ``t``; 0 for a role or a usage frame. An engine
+    that queues sets ``t_start``, when the request left the queue, ``cached_tokens`` of the prompt that were not
+    computed, and ``preemptions``. A client of a server sets the ``kinds`` of its chunks, one each, ``error``, what went
+    wrong (``http 500``, ``connect``), and ``estimated`` where the server sent no counts and they are a guess.
     """
 
     t_scheduled: float

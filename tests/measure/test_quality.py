@@ -96,10 +96,10 @@ def test_kl_of_ruled_out_tokens() -> None:
     ("ids", "context", "stride", "n_bytes", "reason"),
     [
         ([1], 4, 2, None, "a text of 1 tokens"),
-        ([1, 2], 1, 1, None, "context must be 2 to 128"),
-        ([1, 2], 129, 1, None, "context must be 2 to 128"),
-        ([1, 2], 4, 4, None, "stride must be 1 to 3"),
-        ([1, 2], 4, 0, None, "stride must be 1 to 3"),
+        ([1, 2], 1, 1, None, "context must be a whole number at least 2 and at most 128"),
+        ([1, 2], 129, 1, None, "context must be a whole number at least 2 and at most 128"),
+        ([1, 2], 4, 4, None, "stride must be a whole number at least 1 and below 4"),
+        ([1, 2], 4, 0, None, "stride must be a whole number at least 1 and below 4"),
         ([1, 2], 4, 2, 0, "n_bytes"),
     ],
 )
