@@ -1,9 +1,7 @@
 """A server behind an OpenAI-compatible API, as a target: vLLM, SGLang, llama.cpp, a hosted one, or our own.
 
-A client must not become what is measured. So there is no cap on connections (a pool of 100 turns the 101st user
-into a hidden queue), no task and no timer for a chunk, and the time of a chunk is taken before anything is done with
-it. Proxies are those that the environment names, looked up once: aiohttp's ``trust_env`` looks again for each request
-(about 0.15 ms of it), reads ``~/.netrc``, and would send loopback through a proxy.
+A client must not become what is measured: no cap on connections (a pool of 100 turns the 101st user into a hidden
+queue), no task and no timer for a chunk, and the time of a chunk is taken before anything is done with it.
 """
 
 from __future__ import annotations
@@ -282,7 +280,10 @@ def _base(url: str) -> str:
 
 
 def _proxy(base: str) -> str | None:
-    """The proxy that the environment names for this address; loopback needs none."""
+    """The proxy that the environment names for this address, looked up once; loopback needs none.
+
+    aiohttp's ``trust_env`` would look again for each request (0.15 ms), read ``~/.netrc``, and proxy loopback too.
+    """
     parts = urlsplit(base)
     host = parts.hostname or ""
     if host in LOOPBACK or urllib.request.proxy_bypass(host):

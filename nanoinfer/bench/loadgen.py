@@ -1,9 +1,5 @@
 """Sending a load and keeping its records: the open loop and the closed one.
 
-In an open loop requests are sent at times that are fixed beforehand, however the server fares, and none is skipped or
-put off. In a closed loop each of some users waits for an answer before asking again, so a slow server is asked less;
-what it would have kept waiting never shows. Both note when a request was due and when it was really sent.
-
 Warm-up requests come first and the measured ones follow without a pause, so that the window opens under full load.
 The two have different prompts, or the prefix cache would answer for the model.
 """
@@ -70,7 +66,7 @@ async def open_loop(
     on_done: Callable[[Trace], None] | None = None,
     settings: Mapping[str, Any] = _NONE,
 ) -> Run:
-    """Send each item at its time, whatever has become of those before.
+    """Send each item at its time, whatever has become of those before: none is skipped or put off.
 
     Ctrl-C (or another cancellation) ends the run early, and what there is of it is returned, ``interrupted``.
 
@@ -136,8 +132,9 @@ async def closed_loop(
 ) -> Run:
     """Let some users each send an item, wait for its end, think, and send the next; the run as of :func:`open_loop`.
 
-    A request is due the moment its user is ready for it. A user whose request failed pauses for a second at least:
-    a server that refuses at once would otherwise be asked as fast as this machine can.
+    A request is due the moment its user is ready for it, so a slow server is asked less, and requests that it would
+    have kept waiting never show. A user whose request failed pauses for a second at least: a server that refuses at
+    once would otherwise be asked as fast as this machine can.
 
     Args:
         items: taken in order, their times ignored; may have no end where ``seconds`` or ``requests`` is set.

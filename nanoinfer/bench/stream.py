@@ -1,19 +1,4 @@
-"""An OpenAI-compatible stream read as it comes: server-sent events out of bytes, and tokens out of their frames.
-
-Events: a network cuts anywhere, inside a line, inside a character, between the two bytes of a line end. Nothing is
-decoded here, so a cut character cannot hurt, and lines end only where the standard says
-(https://html.spec.whatwg.org/multipage/server-sent-events.html): at LF, CR or CRLF, and not at U+2028 as with
-Python's ``splitlines``. An event is complete, and has its time, with the read that ends its empty line.
-
-Tokens: a frame is no token. Servers put several into one (speculative decoding, buffering), send frames without any
-(a role, a usage record), and hold text back. So frames are never counted. Their tokens are, from the best source:
-
-1. usage up to this frame, where the server sends it with each;
-2. the token ids or log-probabilities in the frame, one each;
-3. the usage of the whole answer, apportioned to the frames with text by the length of their texts;
-4. without any of these, a tokenizer's count of the whole text, apportioned likewise, and marked as an estimate. A text
-   cut into frames has more tokens piece by piece than as a whole, and even that is not what the model generated.
-"""
+"""An OpenAI-compatible stream read as it comes: server-sent events out of bytes, and tokens out of their frames."""
 
 from __future__ import annotations
 
@@ -28,7 +13,13 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 
 class SSEParser:
-    """The events of one stream. Comments and the fields ``event``, ``id`` and ``retry`` are passed over."""
+    """The events of one stream. Comments and the fields ``event``, ``id`` and ``retry`` are passed over.
+
+    A network cuts anywhere: inside a line, inside a character, between the two bytes of a line end. Nothing is decoded
+    here, so a cut character cannot hurt, and lines end only at LF, CR or CRLF, not at U+2028 as with ``splitlines``
+    (https://html.spec.whatwg.org/multipage/server-sent-events.html). An event is complete, and has its time, with the
+    read that ends its empty line.
+    """
 
     def __init__(self) -> None:
         self._line: list[bytes] = []  # the parts of a line that has not ended
@@ -100,8 +91,17 @@ class SSEParser:
 class StreamRecorder:
     """Writes one streamed answer into its trace.
 
+    A frame is no token: servers put several into one (speculative decoding, buffering), send frames without any (a
+    role, a usage record), and hold text back. A frame's tokens come from the best of these sources:
+
+    1. usage up to this frame, where the server sends it with each;
+    2. the token ids or log-probabilities in the frame, one each;
+    3. the usage of the whole answer, apportioned to the frames with text by the length of their texts;
+    4. ``count`` of the whole text, apportioned likewise, and marked as an estimate. A text cut into frames has more
+       tokens piece by piece than as a whole, and even that is not what the model generated.
+
     ``is_finished``: a reason to finish came. ``is_done``: the end of the stream was announced. ``error``: the server's
-    error text, None while there is none. ``count`` gives the tokens of a text, for servers that send no counts.
+    error text, None while there is none.
     """
 
     def __init__(self, trace: Trace, count: Callable[[str], int]) -> None:

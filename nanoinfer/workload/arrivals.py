@@ -1,8 +1,7 @@
 """When requests come, open loop: arrivals do not depend on the server.
 
-Each schedule is an iterator of offsets in seconds from its start, in order. They are absolute: a generator that slept
-from one request to the next would add its own work to every gap (183 requests a second sent where 200 were asked).
-Random ones are seeded and never rescaled to hit their rate exactly: clusters and gaps are what makes them random.
+Each schedule is an iterator of absolute offsets in seconds: sleeping from one request to the next would add the
+client's work to every gap. Random ones are seeded and never rescaled to hit their rate exactly.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Work from files: lengths, real prompts, and recorded traces to replay. A line that does not fit is named.
-
-A trace has one of two formats. Our own is JSON lines: ``{"at": 0.5, "prompt_tokens": 120, "output": 40}``, with
-``at`` in seconds from the start, and ``"prompt"`` (a text or token ids) where it is known. The other is that of
-Azure's public traces (https://github.com/Azure/AzurePublicDataset), CSV with the columns TIMESTAMP, ContextTokens and
-GeneratedTokens, where time is a date with seven digits of a second. Python's own parsers refuse or cut these (and
-NumPy's know no time zones), and reading only two of them makes arrivals collapse into bursts.
-"""
+"""Work from files: lengths, real prompts, and recorded traces to replay. A line that does not fit is named."""
 
 from __future__ import annotations
 
@@ -114,9 +107,11 @@ class TraceEntry:
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
-    """A recorded trace, in order of time: Azure's (``.csv``) or our own (``.jsonl``).
+    """A recorded trace, in order of time.
 
-    Times of a ``.csv`` count from its first request; those of a ``.jsonl`` are kept as they are.
+    Our own are JSON lines: ``{"at": 0.5, "prompt_tokens": 120, "output": 40}``, with ``at`` in seconds from the start,
+    and ``"prompt"`` (a text or token ids) where it is known. Azure's (https://github.com/Azure/AzurePublicDataset) are
+    CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens; their times count from the first request.
 
     Raises:
         RequestError: a file that cannot be read, naming the line.
@@ -149,9 +144,9 @@ def _azure(path: Path) -> list[TraceEntry]:
 
 
 def nanoseconds(text: str) -> int:
-    """A date and time as whole nanoseconds since 1970, exact to nine digits of a second.
+    """A date and time as whole nanoseconds since 1970; UTC without an offset. Raises ValueError for what is no time.
 
-    Without an offset the time is taken as UTC. Raises ValueError for what is no time.
+    Azure writes seven digits of a second. ``datetime`` cuts them to six and NumPy's ``datetime64`` knows no offset.
     """
     if (match := _TIME.fullmatch(text.strip())) is None:
         raise ValueError(text)

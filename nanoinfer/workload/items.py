@@ -1,7 +1,4 @@
-"""One request as work to send, and requests made from distributions of lengths or from given prompts.
-
-A benchmark with one length measures one point of a curve; real lengths spread over two orders of magnitude. They
-are fixed, drawn (uniform, log-normal), or taken from a file of pairs or of real prompts.
+"""Requests as work to send, made from distributions of lengths or from given prompts.
 
 Warm-up needs other prompts than the measurement: one that was seen before is found in the prefix cache, and its time
 to first token is then that of a look-up. Hence the ``stream`` of synthetic work, and :func:`split_warmup`.
