@@ -243,7 +243,7 @@ PERCENTILES: Final[Mapping[str, tuple[str, Callable[[Sequence[tuple[float, float
 }
 
 
-# --- the tools, and what they would have said ---------------------------------------------------------
+# --- the tools, and their figures of these traces ---------------------------------------------------------
 
 
 @cache
@@ -268,7 +268,7 @@ class LensCell:
 
 @dataclass(frozen=True)
 class LensRow:
-    """What one tool of one version says."""
+    """The figures of one tool of one version."""
 
     tool: str
     version: str
@@ -369,10 +369,10 @@ def _footnotes(table: LensTable) -> Iterable[str]:
     yield f"Requests: {table.requests:,}. Left out of latencies, because they did not end well: {table.failed:,}."
     yield "N is the served number of output tokens. A dash: no request has such a value."
     if table.requests - table.failed < least_n(99):
-        yield f"p99: fewer than {least_n(99)} requests cannot bear one, whatever a tool prints."
+        yield f"p99: fewer than {least_n(99)} requests cannot support one, whatever a tool prints."
     if table.without_kinds:
         yield (
-            f"~: {table.without_kinds:,} traces do not tell the kinds of their chunks: one without tokens is taken "
+            f"~: {table.without_kinds:,} traces have no kinds of chunks: one without tokens is taken "
             "for a role before the first token and for usage after it, and the request's end for [DONE]."
         )
     for number, row in enumerate(table.rows, start=1):

@@ -1,6 +1,6 @@
-"""Load after load, up to the knee: how much work a service does, and what its users wait for it.
+"""Runs at rising load, up to the knee: how much work a service does, and how long its users wait for it.
 
-Levels are rates (open loop) or users (closed loop); each is one run. Three things are read off them:
+Levels are rates (open loop) or users (closed loop); each is one run. Three results are read off them:
 
 - the knee: the level with the most power, requests per second over mean end-to-end latency (L. Kleinrock,
   "Power and deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979).
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final, Literal
 
 from nanoinfer.bench.run import Run
 from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.tables import slo_text
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.stats import least_n
 
 Kind = Literal["rate", "users"]
@@ -39,7 +39,7 @@ MOST_LEVELS: Final = 64
 
 @dataclass(frozen=True)
 class Point:
-    """One level and what its run said (:func:`nanoinfer.bench.summary.summarise`)."""
+    """One level and the summary of its run (:func:`nanoinfer.bench.summary.summarise`)."""
 
     level: float
     summary: Mapping[str, Any]
@@ -87,12 +87,8 @@ class Sweep:
     @property
     def highest(self) -> Point | None:
         """The highest level up to which every level had the needed share of good requests."""
-        found = None
-        for point in self.points:
-            if point.share is None or point.share < self.needed:
-                break
-            found = point
-        return found
+        good = takewhile(lambda point: point.share is not None and point.share >= self.needed, self.points)
+        return max(good, key=lambda point: point.level, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON: the points with their summaries, and what was read off them, with its rule."""
@@ -173,34 +169,31 @@ async def sweep(
     """Run level after level until they are through, the system is saturated, or a run was interrupted.
 
     Args:
-        make_run: runs one level; with prompts of its own at each, or one warms the next one's prefix cache.
+        make_run: runs one level; with its own prompts each time, or a level warms the prefix cache for the next.
         levels: positive, rising.
         slo: limits in seconds.
-        kind: what the levels are.
         needed: the share of good requests at which a level meets the SLO.
-        watch: is given each point as it comes.
+        watch: is called with each point.
 
     Raises:
-        RequestError: no levels, or levels that do not rise; a share that is none.
+        RequestError: no levels, or levels that do not rise; a share outside (0, 1].
     """
     if not levels or levels[0] <= 0 or any(b <= a for a, b in pairwise(levels)):
         raise RequestError(f"a sweep needs positive levels that rise, got {', '.join(f'{x:g}' for x in levels)}")
-    if not 0 < needed <= 1:
-        raise RequestError(f"the needed share of good requests lies above 0 and up to 1, got {needed:g}")
-    found = Sweep(kind, slo, needed)
+    check("the needed share of good requests", needed, above=0, at_most=1)
+    result = Sweep(kind, slo, needed)
     for level in levels:
         run = await make_run(level)
-        point = Point(level, summarise(run, slo))
-        found.points.append(point)
+        result.points.append(point := Point(level, summarise(run, slo)))
         if watch is not None:
             watch(point)
         if run.interrupted:
-            found.stopped = f"interrupted at {level:g}"
+            result.stopped = f"interrupted at {level:g}"
+        elif level != levels[-1]:
+            result.stopped = saturated(result.points[:-1], point)
+        if result.stopped is not None:
             break
-        if level != levels[-1] and (reason := saturated(found.points[:-1], point)):
-            found.stopped = reason
-            break
-    return found
+    return result
 
 
 def parse_levels(text: str) -> list[float]:

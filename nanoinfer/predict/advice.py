@@ -71,7 +71,7 @@ class Demand:
     longest: int
 
     def bytes_of(self, rows: int) -> Bytes:
-        """Bytes of a single device that serves so many rows."""
+        """Bytes of a single device that serves this number of rows."""
         return memory(self.config, ParallelConfig(), rows, self.longest, self.machine.dtype)
 
     @property
@@ -178,7 +178,7 @@ def _suggestion(demand: Demand, preferences: Preferences, number: int, options: 
 class ParallelOption:
     """One split: ``ttft_s`` of one prompt, ``decode_s`` of a step with the requested rows, and the most rows that fit.
 
-    ``most_rows`` counts all replicas, and ``tokens_per_s`` is the rate with so many.
+    ``most_rows`` counts all replicas, and ``tokens_per_s`` is the rate with them.
     """
 
     split: ParallelConfig
@@ -200,7 +200,7 @@ class ParallelOption:
 
 
 def splits(devices: int) -> Iterator[ParallelConfig]:
-    """Every split into so many devices that the theory has: tp with pp or cp, or ep, and replicas of that."""
+    """Every split into this number of devices that the theory has: tp with pp or cp, or ep, and replicas of that."""
     for group in _divisors(devices):
         replicas = devices // group
         for tp in _divisors(group):
@@ -216,7 +216,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def parallel_options(demand: Demand, devices: int, rows: int, want: str) -> list[ParallelOption]:
-    """The splits of so many devices on which ``rows`` rows in all fit, best first.
+    """The splits of ``devices`` devices on which ``rows`` rows in all fit, best first.
 
     Args:
         want: ``latency`` (the shortest decode step for those rows), ``throughput`` (most tokens/s with as many rows

@@ -34,15 +34,15 @@ from nanoinfer.theory.scaling import waiting
 
 #: Decode steps of one generation that are computed; those between lie on lines, as the cache grows by one a step.
 POINTS: Final = 33
-#: The decode step of so many rows that hold so many tokens, on so many devices.
+#: The decode step of n rows that hold n tokens each, under a split.
 Decode = Callable[[int, int, ParallelConfig], Step]
 
 
 def predict(options: PredictOptions) -> dict[str, Any]:
     """Predicted times, rates, memory and price.
 
-    The decode step is the one whose rows hold ``context`` tokens; with ``new``, a whole generation of so many
-    tokens is added up too.
+    The decode step is the one whose rows hold ``context`` tokens; with ``new``, a whole generation of that
+    many tokens is added up too.
 
     Raises:
         NanoinferError: an unknown model, device, link or dtype, sizes below 1, a context beyond the model's,
@@ -115,15 +115,9 @@ def predict(options: PredictOptions) -> dict[str, Any]:
 
 
 def _check(options: PredictOptions, config: ModelConfig, split: ParallelConfig, longest: int) -> None:
-    sizes = {
-        "batch": options.batch,
-        "context": options.context,
-        "new": options.new,
-        "micro-batches": options.micro_batches,
-    }
-    for name, size in sizes.items():
-        if size is not None:
-            check(f"--{name}", size, at_least=1)
+    for name in ("batch", "context", "new", "micro_batches"):
+        if (size := getattr(options, name)) is not None:
+            check(f"--{name.replace('_', '-')}", size, at_least=1)
     split.check(config)
     check("--launch-us", options.launch_us, at_least=0)
     if options.usd_per_hour is not None:

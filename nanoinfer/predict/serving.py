@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, Final
 
 from nanoinfer.bench.options import parse_slo
 from nanoinfer.bench.simulation import SimulationScores
 from nanoinfer.cache.blocks import BlockPool
-from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError, check
 from nanoinfer.models.lookup import config_of
@@ -60,35 +59,10 @@ class SimulatedLoad:
     seed: int
 
     def works(self, rate: float) -> Iterator[WorkItem]:
-        """The requests at so many a second. Without prefix sharing no id matters, and bytes are the cheapest ids."""
+        """The requests at ``rate`` a second. Without prefix sharing no id matters, and bytes are the cheapest ids."""
         rng = random.Random(f"{self.seed}/lengths")
         for at in islice(gamma(rate, self.burstiness, self.seed), self.requests):
             yield WorkItem(bytes(self.prompts.draw(rng)), self.outputs.draw(rng), at)
-
-
-@dataclass(frozen=True)
-class SimulatedService:
-    """Replicas that take turns with the requests, each with a scheduler and blocks of its own."""
-
-    times: StepTimes
-    blocks: int
-    block: int
-    max_running: int
-    token_budget: int
-    replicas: int
-
-    def scheduler(self) -> Scheduler:
-        """An empty replica's."""
-        return Scheduler(BlockPool(self.blocks, self.block, share_prefixes=False), self.max_running, self.token_budget)
-
-    def run(self, load: SimulatedLoad, rate: float, slo: Mapping[str, float] | None) -> SimulationScores:
-        """Serve the load; figures are of the time from the end of the warm-up until the last request is expected."""
-        expected = load.requests / rate
-        scores = SimulationScores(WARMUP * expected, expected, self.blocks, slo, self.replicas)
-        for replica in range(self.replicas):
-            turn = islice(load.works(rate), replica, None, self.replicas)
-            scores.add_all(simulated(turn, self.scheduler(), self.times, scores.add_span))
-        return scores
 
 
 def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
@@ -97,7 +71,7 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
     Raises:
         NanoinferError: what cannot be predicted, what no engine could serve, a search without limits.
     """
-    config, dtype, rate = config_of(options.model), dtype_named(options.dtype), options.rate
+    config, dtype = config_of(options.model), dtype_named(options.dtype)
     for name in ("requests", "replicas"):
         check(f"--{name}", getattr(options, name), at_least=1)
     for name in ("rate", "burstiness"):
@@ -107,24 +81,35 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
     if options.find and not slo:
         raise RequestError("--find searches for the highest rate that meets an SLO: give one (--slo ttft=200ms)")
     prompts, outputs = parse_lengths(options.prompt_tokens), parse_lengths(options.output_tokens)
+    if prompts.high + outputs.high > config.context:
+        raise RequestError(
+            f"prompts of up to {prompts.high} and answers of up to {outputs.high} tokens are beyond the model's "
+            f"context of {config.context}: take shorter ones"
+        )
     load = SimulatedLoad(options.requests, prompts, outputs, options.burstiness, options.seed)
-    _check_lengths(config, load)
     notes: list[str] = []
     target = target_named(options.gpu, dtype)
     fit = capacity.fit(
         config, target.memory_bytes, 1, dtype, tp=options.tp, utilisation=options.utilisation, block=options.block
     )
     machine = machine_of(target, dtype, options.launch_us, notes)
-    service = SimulatedService(
-        StepTimes(config, machine, options.tp),
-        fit.blocks,
-        options.block,
-        options.max_running,
-        options.token_budget,
-        options.replicas,
-    )
-    service.scheduler().refuse(prompts.high + outputs.high - 1)
-    scores = service.run(load, rate, slo)
+    times = StepTimes(config, machine, options.tp)
+
+    def scheduler() -> Scheduler:
+        pool = BlockPool(fit.blocks, options.block, share_prefixes=False)
+        return Scheduler(pool, options.max_running, options.token_budget)
+
+    def serve(rate: float) -> SimulationScores:
+        """Replicas take turns; figures are of the time from the end of the warm-up until the last is expected."""
+        expected = load.requests / rate
+        scores = SimulationScores(WARMUP * expected, expected, fit.blocks, slo, options.replicas)
+        for replica in range(options.replicas):
+            turn = islice(load.works(rate), replica, None, options.replicas)
+            scores.add_all(simulated(turn, scheduler(), times, scores.add_span))
+        return scores
+
+    scheduler().refuse(prompts.high + outputs.high - 1)
+    scores = serve(options.rate)
     record = {
         "model": model_row(options.model, config),
         "machine": machine_row(target, machine, options.tp * options.replicas, dtype)
@@ -138,7 +123,7 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
             "replicas": options.replicas,
         },
         "load": {
-            "rate_per_s": rate,
+            "rate_per_s": options.rate,
             "requests": options.requests,
             "arrivals": "poisson" if options.burstiness == 1 else f"gamma:{options.burstiness:g}",
             "prompt_tokens": str(prompts),
@@ -146,19 +131,11 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
             "seed": options.seed,
         },
         **scores.record(),
-        "highest_rate": highest_rate(lambda r: service.run(load, r, slo).good_share, rate, options.share)
+        "highest_rate": highest_rate(lambda rate: serve(rate).good_share, options.rate, options.share)
         if options.find
         else None,
     }
     return {**record, "notes": [*notes, *_notes(record)]}
-
-
-def _check_lengths(config: ModelConfig, load: SimulatedLoad) -> None:
-    if load.prompts.high + load.outputs.high > config.context:
-        raise RequestError(
-            f"prompts of up to {load.prompts.high} and answers of up to {load.outputs.high} tokens are beyond the "
-            f"model's context of {config.context}: take shorter ones"
-        )
 
 
 # --- the highest rate that meets the limits ---------------------------------------------
@@ -252,19 +229,8 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     check("--headroom", options.headroom, at_least=0, below=1)
     check("--per-user", options.per_user, above=0)
     slo, target = parse_slo(options.slo or ""), target_named(options.gpu, dtype_named(options.dtype))
-    base = SimulateOptions(
-        options.model,
-        options.gpu,
-        FIRST_RATE,
-        requests=options.requests,
-        slo=options.slo,
-        share=options.share,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        dtype=options.dtype,
-        tp=options.tp,
-        seed=options.seed,
-    )
+    shared = {field.name for field in fields(PlanOptions)} & {field.name for field in fields(SimulateOptions)}
+    base = SimulateOptions(rate=FIRST_RATE, **{name: getattr(options, name) for name in shared})
     searched = simulate_serving(replace(base, find=True))
     highest = searched["highest_rate"]["rate_per_s"]
     if highest is None:
@@ -329,5 +295,5 @@ def _plan_notes(target: TargetDevice, spares: int, plans: Sequence[Mapping[str, 
     if spares and (largest := max(plans, key=lambda p: p["replicas"]))["replicas"] > 20 * spares:
         yield (
             f"{spares} spare{'s' if spares > 1 else ''} for {largest['replicas']:,} replicas cover one failure at a "
-            "time: of so many, several are down at once (--spares)."
+            "time: of that many, several are down at once (--spares)."
         )

@@ -128,7 +128,7 @@ def test_what_is_no_sweep() -> None:
     for levels in ([], [0, 1], [2, 1], [1, 1]):
         with pytest.raises(RequestError, match="positive levels that rise"):
             swept(mm1, levels)
-    with pytest.raises(RequestError, match="share of good requests lies above 0"):
+    with pytest.raises(RequestError, match="share of good requests must be above 0 and at most 1"):
         swept(mm1, [1], needed=0.0)
 
 
