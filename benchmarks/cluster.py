@@ -9,7 +9,6 @@ cores and stores its result under ``results/``. Needs the extras ``ray`` and ``b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,7 +26,7 @@ from typing import Any
 
 from benchmarks.nodes import Nodes, batch, gateway, nodes
 from benchmarks.service import rate, server
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.loadgen import closed_loop, open_loop
 from nanoinfer.measure.clock import now
@@ -282,12 +281,13 @@ def routing(talks: int = 48, turns: int = 4, users: int = 8) -> dict[str, Any]:
 
 def main() -> None:
     """Run, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rate", type=float, default=5.0, help="requests a second; two replicas on two cores manage 8")
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--prompts", type=int, default=10_000)
-    parser.add_argument("--out", type=Path, default=Path("results/cluster.json"))
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        "results/cluster.json",
+        rate=(5.0, "requests a second; two replicas on two cores manage 8"),
+        seconds=40.0,
+        prompts=10_000,
+    )
     record: dict[str, Any] = {
         "provenance": provenance(),
         "ray": version("ray"),

@@ -5,12 +5,10 @@ Run ``python -m benchmarks.floor`` on a quiet machine; the result is stored unde
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from pathlib import Path
 from typing import Any
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.bench.overhead import measure_floor
 from nanoinfer.measure.environment import provenance
 
@@ -22,11 +20,7 @@ LOADS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=Path("results/floor.json"))
-    args = parser.parse_args()
+    args = options(__doc__, "results/floor.json", rounds=5, seconds=10.0)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in LOADS}
     for _ in range(args.rounds):  # turn about, so that what drifts meets both
         for name, load in LOADS.items():

@@ -7,20 +7,18 @@ estimate. The same requests are asked again without a stream, where that server 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks.peers import environment
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.loadgen import closed_loop
 from nanoinfer.bench.summary import summarise
@@ -106,10 +104,7 @@ async def measure(address: str, tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and store; 1 where the counts differ."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--out", type=Path, default=Path("results/foreign.json"))
-    args = parser.parse_args()
+    args = options(__doc__, "results/foreign.json", tokens=48)
     try:
         if not environment.installed("llamacpp"):
             raise ModelError("not installed: python -m benchmarks.compare --install llamacpp")

@@ -7,17 +7,15 @@ minutes on two cores, a minute of it for compiling, and stores its result under 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
@@ -98,13 +96,9 @@ def measure(loaded: LoadedModel, dtype: str, rounds: int, seed: int) -> dict[str
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/ledger.json"))
-    args = parser.parse_args()
+    args = options(
+        __doc__, "results/ledger.json", model="smollm2-135m", dtypes=["bfloat16", "float32"], rounds=7, seed=0
+    )
     settings = {"model": args.model, "prompt": PROMPT, "new": NEW, "threads": torch.get_num_threads()}
     record: dict[str, Any] = {"provenance": provenance(), "settings": settings}
     for dtype in args.dtypes:

@@ -6,7 +6,6 @@ two cores and stores its result under ``results/``.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import subprocess
@@ -14,13 +13,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.ledger import decode_seconds, prefill_seconds
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.engines.auto import PROMPTS
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure.clock import now
@@ -138,12 +136,7 @@ def first_token(model: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/limits.json"))
-    args = parser.parse_args()
+    args = options(__doc__, "results/limits.json", model="smollm2-135m", rounds=15, seed=0)
     rng, loaded = random.Random(args.seed), load_model(args.model, dtype="bfloat16")
     record: dict[str, Any] = {"provenance": provenance(), "model": args.model, "dtype": "bfloat16"}
     with torch.inference_mode():

@@ -13,16 +13,15 @@ never rounded. Groups of 64 straddle two of those: they show what 4 bits can cos
 
 from __future__ import annotations
 
-import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.data import sample_text
@@ -87,17 +86,13 @@ def by_kernel(loaded: LoadedModel, window: Sequence[int], step: DecodeKernel) ->
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("results/quality.json"))
-    args = parser.parse_args()
+    args = options(__doc__, "results/quality.json", model="smollm2-135m", windows=4)
     exact, narrow, half = (load_model(args.model, dtype=dtype) for dtype in ("float32", "bfloat16", "float16"))
     assert exact.tokenizer is not None
     ids = exact.tokenizer.encode(sample_text())
     scored = args.windows * WINDOW
     if not 0 < scored < len(ids):
-        parser.error(f"--windows must leave some of the text's {len(ids)} tokens to calibrate on, windows of {WINDOW}")
+        sys.exit(f"--windows must leave some of the text's {len(ids)} tokens to calibrate on, windows of {WINDOW}")
     windows = [ids[i : i + WINDOW] for i in range(0, scored, WINDOW)]
     energies = channel_energy(narrow.model, ids[scored:])
 

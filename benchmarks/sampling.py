@@ -9,16 +9,14 @@ stored under ``results/``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.measure.clock import Timing, paired, repeat
 from nanoinfer.measure.environment import provenance
 from nanoinfer.sampling.filters import Limits, best_few, keep_by_sorting
@@ -96,11 +94,7 @@ def point(kind: str, vocabulary: int, rows: int, setting: str, device: str, repe
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path("results/sampling.json"))
-    args = parser.parse_args()
+    args = options(__doc__, "results/sampling.json", device="cpu", repeats=9)
     points = []
     print(
         f"{'logits':8}{'vocabulary':>11}{'rows':>6}  {'setting':12}{'kept':>8}{'ms':>9}{'sorting, ms':>13}{'ratio':>8}"

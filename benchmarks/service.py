@@ -6,7 +6,6 @@ Server and client are processes of their own, as they are for users, and share t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import statistics
@@ -15,10 +14,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.bench.client import HttpTarget
 from nanoinfer.bench.engine_target import EngineTarget
 from nanoinfer.bench.loadgen import Target, closed_loop
@@ -87,13 +85,9 @@ async def compare(model: str, dtype: str, speed: str, rounds: int) -> dict[str, 
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--speeds", nargs="+", default=["plain", "kernel"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("results/service.json"))
-    args = parser.parse_args()
+    args = options(
+        __doc__, "results/service.json", model="smollm2-135m", dtype="bfloat16", speeds=["plain", "kernel"], rounds=5
+    )
     record: dict[str, Any] = {"provenance": provenance(), "model": args.model, "dtype": args.dtype, "users": USERS}
     for speed in args.speeds:
         record[speed] = found = asyncio.run(compare(args.model, args.dtype, speed, args.rounds))

@@ -7,16 +7,14 @@ two cores). The result is stored under ``results/``; chapters 10 and 11 show it 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.calibrate.operators import this_machine
 from nanoinfer.engines.batched import BatchedEngine, Waste
@@ -186,16 +184,17 @@ def prefix(loaded: LoadedModel, repeats: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sample", type=int, default=10, help="requests that the naive engine serves")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/serving.json"))
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        "results/serving.json",
+        model="smollm2-135m",
+        device="cpu",
+        dtype="bfloat16",
+        requests=200,
+        rounds=3,
+        sample=(10, "requests that the naive engine serves"),
+        seed=0,
+    )
     loaded = load_model(args.model, device=args.device, dtype=args.dtype)
     work = log_normal_work(args.requests, loaded.model.config.vocab_size, PROMPTS, OUTPUTS, args.seed)
     started = time.strftime("%Y-%m-%d %H:%M:%S")

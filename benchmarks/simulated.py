@@ -7,16 +7,14 @@ of the run. Run ``python -m benchmarks.simulated`` on a quiet machine; the resul
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.bench.engine_target import EngineTarget
 from nanoinfer.bench.loadgen import open_loop
 from nanoinfer.bench.run import Run
@@ -99,14 +97,9 @@ def compared(loaded: LoadedModel, times: StepTimes, rate: float, n: int, seed: i
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/simulated.json"))
-    args = parser.parse_args()
+    args = options(
+        __doc__, "results/simulated.json", model="smollm2-135m", device="cpu", dtype="bfloat16", requests=100, seed=0
+    )
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     with ThreadPoolExecutor(1) as one:  # a thread that ends: see load
         loaded = one.submit(load_model, args.model, device=args.device, dtype=args.dtype).result()

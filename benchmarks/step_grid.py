@@ -8,15 +8,13 @@ shows it beside a few points that it measures live.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from benchmarks.store import store
+from benchmarks.store import options, store
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.calibrate.operators import measure_operators
 from nanoinfer.measure.clock import repeat
@@ -124,12 +122,7 @@ def grid(models: tuple[str, ...], dtypes: tuple[str, ...], device: str) -> list[
 
 def main() -> None:
     """Measure and store."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
-    parser.add_argument("--out", type=Path, default=Path("results/step_grid.json"))
-    args = parser.parse_args()
+    args = options(__doc__, "results/step_grid.json", device="cpu", models=list(MODELS), dtypes=list(DTYPES))
     points = grid(tuple(args.models), tuple(args.dtypes), args.device)
     errors = sorted(abs(p.predicted / p.seconds - 1) for p in points)
     print(f"absolute error of the prediction: median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}")
