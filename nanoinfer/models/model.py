@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -54,26 +53,13 @@ class Decoder(nn.Module):
     Each block maps ``(x, *shared, cache, mask)`` to ``x``, where ``shared`` are :meth:`shared_inputs`.
     """
 
-    lm_head: nn.Linear | None
+    #: Names of the token embedding, the layers and the final norm, as published checkpoints have them.
+    parts: ClassVar[tuple[str, str, str]]
+    lm_head: nn.Linear | None  # None where the head is tied to the embedding
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-
-    @property
-    def blocks(self) -> Iterable[nn.Module]:
-        """The layers, in order."""
-        raise NotImplementedError
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """The token embedding, whose weight a tied head uses too."""
-        raise NotImplementedError
-
-    @property
-    def final_norm(self) -> nn.Module:
-        """The norm before the head."""
-        raise NotImplementedError
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The input of the first layer, ``[B, T, d]``."""
@@ -103,7 +89,7 @@ class Decoder(nn.Module):
     def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         """From the input of the first layer to the output of the last: ``[B, T, d]`` to the same."""
         shared = self.shared_inputs(positions, x.dtype)
-        for block in self.blocks:
+        for block in getattr(self, self.parts[1]):
             x = block(x, *shared, cache, mask)
         if cache is not None:
             cache.advance(x.shape[1])
@@ -111,8 +97,9 @@ class Decoder(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """As :meth:`Model.head`."""
-        x = self.final_norm(x)
-        return F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
+        embedding, _, norm = self.parts
+        x = getattr(self, norm)(x)
+        return F.linear(x, getattr(self, embedding).weight) if self.lm_head is None else self.lm_head(x)
 
 
 def n_parameters(model: nn.Module) -> int:

@@ -5,6 +5,7 @@ It is not a dependency of the library; the book, the tests and the benchmarks us
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,34 +24,29 @@ def hf_config(config: ModelConfig) -> Any:
         from transformers import GPT2Config, LlamaConfig, MixtralConfig
     except ImportError:
         raise ModelError("transformers is not installed here; install it with: pip install transformers") from None
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     if config.family == "gpt2":
         return GPT2Config(
-            vocab_size=config.vocab_size,
             n_positions=config.context,
             n_embd=config.d_model,
             n_layer=config.n_layers,
             n_head=config.n_heads,
             n_inner=config.d_ff,
             layer_norm_epsilon=config.norm_eps,
-            tie_word_embeddings=config.tied,
-            bos_token_id=None,
-            eos_token_id=None,
+            **common,
         )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    experts: dict[str, Any] = {}
+        rope |= asdict(scaling) | {"rope_type": "llama3"}
+        rope["original_max_position_embeddings"] = rope.pop("original_context")
     if (moe := config.moe) is not None:
-        experts = {"num_local_experts": moe.n_experts, "num_experts_per_tok": moe.top_k}
-    return (MixtralConfig if experts else LlamaConfig)(
-        **experts,
-        vocab_size=config.vocab_size,
+        common |= {"num_local_experts": moe.n_experts, "num_experts_per_tok": moe.top_k}
+    return (LlamaConfig if moe is None else MixtralConfig)(
         hidden_size=config.d_model,
         intermediate_size=config.d_ff if moe is None else moe.d_expert,
         num_hidden_layers=config.n_layers,
@@ -59,10 +55,8 @@ def hf_config(config: ModelConfig) -> Any:
         head_dim=config.d_head,
         max_position_embeddings=config.context,
         rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tied,
         rope_parameters=rope,
-        bos_token_id=None,
-        eos_token_id=None,
+        **common,
     )
 
 

@@ -1,9 +1,8 @@
 """Checkpoints in safetensors, and weights drawn from a seed, into our modules.
 
 Everything is checked against the names and shapes that the model expects before
-a single weight is read, so that a file that is damaged, cut short or of another
-model says so in one line instead of in wrong tokens. Pickle files run code when
-they are opened: they are never loaded.
+a single weight is read, so that a file that is damaged or of another model gives
+one line instead of wrong tokens. Pickle files, which run code when they are opened, are never loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ State = dict[str, Tensor]
 
 #: The types a checkpoint may hold; whatever is quantised in another way is refused by name.
 FLOATS = ("F64", "F32", "F16", "BF16")
-#: Stored beside the weights by older checkpoints: masks and tables that our modules compute.
+#: Stored with the weights by older checkpoints: masks and tables that our modules compute.
 IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 #: GPT-2's Conv1D keeps its matrices as ``[in, out]``; ours are ``[out, in]``.
 CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
@@ -178,20 +177,19 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
 
     Tensors that have the right type and orientation already stay views of the
     memory-mapped file. The head follows ``config.tied``: tied, a stored head is
-    dropped (with a warning where it differs); untied, a missing one is an error.
-
-    Raises:
-        ModelError: names the file, the tensor and what to do.
+    dropped (with a warning if it differs); untied, a missing one is an error.
+    Raises :class:`ModelError`, which names the file, the tensor and what to do.
     """
     entries: dict[str, Entry] = {}
     for key, entry in find_files(folder).items():
-        name = _our_name(key)
+        name = re.sub(r"^(transformer|model)\.", "", key).replace(".block_sparse_moe.", ".mlp.")
+        name = re.sub(r"(?<=\.)w[123](?=\.weight$)", lambda match: EXPERT[match[0]], name)
         if IGNORED.fullmatch(name):
             continue
         if name in entries:
             raise ModelError(f"{entry.file}: tensors '{entries[name].key}' and '{key}' are the same weight; keep one")
         entries[name] = entry
-    if config.n_layers > len(entries):  # before anyone builds that many
+    if config.n_layers > len(entries):  # before so many are built
         raise ModelError(f"{folder}: config.json has {config.n_layers} layers, the weights {len(entries)} tensors")
     embedding = "wte.weight" if config.family == "gpt2" else "embed_tokens.weight"
     head = entries.pop(HEAD, None) if config.tied else None
@@ -199,15 +197,12 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
         entries[embedding], head = head, None
     shapes = expected_shapes(config)
     _check(entries, shapes, folder)
-    state = {name: _convert(name, tensor, dtype) for name, tensor in read_tensors(entries)}
+    state: State = {}
+    for name, tensor in read_tensors(entries):
+        state[name] = tensor.to(dtype).t().contiguous() if CONV1D.fullmatch(name) else tensor.to(dtype)
     if head is not None:
         _warn_stale_head(head, entries[embedding])
     return state
-
-
-def _our_name(key: str) -> str:
-    name = re.sub(r"^(transformer|model)\.", "", key).replace(".block_sparse_moe.", ".mlp.")
-    return re.sub(r"(?<=\.)w[123](?=\.weight$)", lambda found: EXPERT[found[0]], name)
 
 
 def _check(entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -231,11 +226,6 @@ def _check(entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], 
         raise ModelError(
             f"{extra[0].file}: unexpected tensor '{extra[0].key}'; this is another architecture than config.json says"
         )
-
-
-def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.to(dtype)
-    return tensor.t().contiguous() if CONV1D.fullmatch(name) else tensor
 
 
 def _warn_stale_head(head: Entry, embedding: Entry) -> None:
