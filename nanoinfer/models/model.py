@@ -61,6 +61,24 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
 
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The token embedding, whose weight a tied head uses too."""
+        module: nn.Embedding = getattr(self, self.parts[0])
+        return module
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, in order."""
+        layers: nn.ModuleList = getattr(self, self.parts[1])
+        return layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm before the head."""
+        norm: nn.Module = getattr(self, self.parts[2])
+        return norm
+
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The input of the first layer, ``[B, T, d]``."""
         raise NotImplementedError
@@ -89,7 +107,7 @@ class Decoder(nn.Module):
     def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         """From the input of the first layer to the output of the last: ``[B, T, d]`` to the same."""
         shared = self.shared_inputs(positions, x.dtype)
-        for block in getattr(self, self.parts[1]):
+        for block in self.blocks:
             x = block(x, *shared, cache, mask)
         if cache is not None:
             cache.advance(x.shape[1])
@@ -97,9 +115,8 @@ class Decoder(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """As :meth:`Model.head`."""
-        embedding, _, norm = self.parts
-        x = getattr(self, norm)(x)
-        return F.linear(x, getattr(self, embedding).weight) if self.lm_head is None else self.lm_head(x)
+        x = self.final_norm(x)
+        return F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
 
 
 def n_parameters(model: nn.Module) -> int:
