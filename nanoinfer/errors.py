@@ -1,8 +1,6 @@
-"""Errors a user can act on.
+"""Errors a user can act on, one line each that names the thing and the way out.
 
-Every error that is the user's to mend derives from :class:`NanoinferError`: one
-line that names the thing and the way out. The command line prints that line and
-exits with 1; a traceback is left for our own mistakes.
+The command line prints that line and exits with 1; a traceback is left for our own mistakes.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ class ChapterError(NanoinferError):
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """Say which known names lie near a misspelt one: ``did you mean 'a' or 'b'?``.
-
-    Falls back to listing all known names where none is near.
-    """
+    """The known names near a misspelt one, or all where none is near: ``did you mean 'a' or 'b'?``."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
     if close:

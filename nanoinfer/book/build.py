@@ -16,9 +16,8 @@ JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
 def build_book(root: Path) -> Path:
     """Run Jupyter Book over ``root`` and return the path of the first page.
 
-    The hook (:mod:`nanoinfer.book.hook`) refuses chapters that are missing, failed or
-    stale. Raises :class:`ChapterError` where the build ends in an error or a warning, and
-    leaves no half-built pages behind.
+    :mod:`nanoinfer.book.hook` refuses chapters that are missing, failed or stale. Raises :class:`ChapterError` for an
+    error or a warning, after which no half-built pages stay.
     """
     root = root.resolve()
     if not (root / "_config.yml").is_file():
@@ -40,6 +39,6 @@ def build_book(root: Path) -> Path:
     if done.returncode or not first.is_file():
         print(done.stdout, file=sys.stderr, flush=True)
         shutil.rmtree(pages, ignore_errors=True)
-        raise ChapterError("the book was not built: the reason stands above")
+        raise ChapterError("the book was not built: the reason is above")
     print(f"the book is built: {first}", flush=True)
     return first

@@ -1,7 +1,6 @@
-"""A chapter on disk: its source, its executed copy, and whether one still belongs to the other.
+"""A chapter on disk: its source, its executed copy, and whether the copy is still fresh.
 
-The runner and the Sphinx hook must agree on what "fresh" means, or the book shows
-numbers that its own code did not make. So that question is answered here, once.
+The runner and the Sphinx hook must agree on that, or the book shows numbers that its own code did not make.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,7 @@ def find_chapters(root: Path) -> dict[str, Path]:
 
 
 def choose_chapters(root: Path, wanted: list[str] | None) -> dict[str, Path]:
-    """Find chapters by name or number (``5``, ``05``); ``None`` or an empty list means all.
-
-    Raises :class:`ChapterError` naming what is near an unknown one.
-    """
+    """Chapters by name or number (``5``, ``05``), all where none is wanted. Raises :class:`ChapterError`."""
     known = find_chapters(root)
     if not known:
         raise ChapterError(f"no chapters in {root / 'notebooks'}: run this in the folder that holds the book")
@@ -51,7 +48,7 @@ def choose_chapters(root: Path, wanted: list[str] | None) -> dict[str, Path]:
 
 
 def executed_path(root: Path, name: str) -> Path:
-    """Where the finished run of a chapter lies."""
+    """The path of a chapter's finished run."""
     return root / "_build" / "executed" / f"{name}.ipynb"
 
 
@@ -60,7 +57,7 @@ def read_notebook(path: Path) -> NotebookNode:
     try:
         notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a doubled or missing cell id would be mended in silence
+            warnings.simplefilter("error")  # a doubled or missing cell id would be repaired silently
             nbformat.validate(notebook)
     except (OSError, ValueError, AttributeError, Warning, nbformat.ValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -74,10 +71,10 @@ def tags(cell: NotebookNode) -> list[str]:
 
 
 def read_parameters(notebook: NotebookNode, name: str) -> dict[str, Any]:
-    """What the one cell tagged ``parameters`` sets: name to default value.
+    """The defaults that the one cell tagged ``parameters`` sets, by name.
 
-    Raises :class:`ChapterError` where that cell is missing, doubled, or holds anything
-    but ``NAME = literal``: papermill would pass over a mistake in silence.
+    Raises :class:`ChapterError` where that cell is missing, doubled, or holds anything but ``NAME = literal``:
+    papermill would ignore a mistake.
     """
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and "parameters" in tags(cell)]
     if len(cells) != 1:
@@ -99,74 +96,58 @@ def read_parameters(notebook: NotebookNode, name: str) -> dict[str, Any]:
 
 
 def fit_parameter(chapter: str, name: str, value: Any, default: Any) -> Any:
-    """Turn a given value into the type of the default, or refuse it.
+    """Convert a value to the type of the default, or refuse it with :class:`ChapterError`.
 
-    A text that came from the command line is read as a Python value unless the default
-    is itself a text, so ``007`` stays a name and ``[1, 2]`` becomes a list; ``1e3`` is a
-    fine whole number. Raises :class:`ChapterError`.
+    A text from the command line is read as a Python value unless the default is itself a text, so ``007`` stays a name
+    and ``[1, 2]`` becomes a list; ``1e3`` is a whole number.
     """
-    given = value
+    fitted = value
     if isinstance(value, str) and not isinstance(default, str):
-        try:
-            value = ast.literal_eval(value.strip())
-        except (SyntaxError, ValueError):
-            if default is None:
-                return given
-            raise _misfit(chapter, name, given, default) from None
-    if isinstance(value, tuple) and isinstance(default, list):
-        value = list(value)
-    if isinstance(default, bool) or isinstance(value, bool):
-        fits = default is None or type(value) is type(default)
-    elif isinstance(default, int) and isinstance(value, float) and value.is_integer():
-        value, fits = int(value), True
-    elif isinstance(default, float):
-        fits = isinstance(value, int | float)
-    else:
-        fits = default is None or isinstance(value, type(default))
-    if not fits:
-        raise _misfit(chapter, name, given, default)
-    return value
-
-
-def _misfit(chapter: str, name: str, value: Any, default: Any) -> ChapterError:
-    kind = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", list: "a list"}
-    wanted = kind.get(type(default), type(default).__name__)
-    return ChapterError(f"{chapter}: parameter {name} takes {wanted} such as {default!r}, not {value!r}")
+        with suppress(SyntaxError, ValueError):
+            fitted = ast.literal_eval(value.strip())
+    if isinstance(fitted, tuple) and isinstance(default, list):
+        fitted = list(fitted)
+    if default is None:
+        return fitted
+    if type(default) is int and isinstance(fitted, float) and fitted.is_integer():
+        fitted = int(fitted)
+    allowed = (int, float) if isinstance(default, float) else type(default)
+    if isinstance(fitted, bool) == isinstance(default, bool) and isinstance(fitted, allowed):
+        return fitted
+    kinds = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", list: "a list"}
+    wanted = kinds.get(type(default), type(default).__name__)
+    raise ChapterError(f"{chapter}: parameter {name} takes {wanted} such as {default!r}, not {value!r}")
 
 
 def library_hash(root: Path) -> str:
     """One hash over all that a chapter's output depends on besides its own cells.
 
-    The library (but for ``nanoinfer/book``, which only carries chapters about), the
-    lock, and the stored results that chapters quote.
+    The library (but for ``nanoinfer/book``, which only runs chapters), the lock, and the stored results that chapters
+    quote.
     """
     package = Path(__file__).resolve().parents[1]
-    files = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    files = [path for path in files if path.relative_to(package).parts[0] != "book"]
+    library = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    files = [(package, path) for path in library if path.relative_to(package).parts[0] != "book"]
+    files += [(root, path) for path in [root / "requirements.lock", *(root / "results").glob("*.json")]]
     digest = hashlib.sha256()
-    for base, path in [(package, path) for path in files] + [
-        (root, path) for path in [root / "requirements.lock", *(root / "results").glob("*.json")] if path.is_file()
-    ]:
-        digest.update(f"{path.relative_to(base).as_posix()}\0{_file_hash(path)}\n".encode())
+    for base, path in files:
+        if path.is_file():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{path.relative_to(base).as_posix()}\0{content}\n".encode())
     return digest.hexdigest()
 
 
-def _file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def source_hash(root: Path, notebook: NotebookNode) -> str:
-    """What an executed copy must carry to count as fresh.
+    """What a fresh executed copy carries: a hash of the cells' texts and tags and of :func:`library_hash`.
 
-    Covers the cells' texts and tags and :func:`library_hash`; saving a chapter in
-    JupyterLab, which only adds outputs, changes nothing.
+    Saving a chapter in JupyterLab, which only adds outputs, changes nothing.
     """
     cells = [[cell.cell_type, cell.source, tags(cell)] for cell in notebook.cells]
     return hashlib.sha256(f"{json.dumps(cells)}\0{library_hash(root)}".encode()).hexdigest()
 
 
 def why_not_fresh(root: Path, name: str, path: Path) -> str:
-    """Why a chapter's executed copy may not be shown: ``""`` when it may."""
+    """Why a chapter's executed copy may not be shown, or an empty text."""
     done = executed_path(root, name)
     if not done.is_file():
         failed = (root / "_build" / "failed" / done.name).is_file()

@@ -1,11 +1,8 @@
 """A Sphinx extension: pages show executed chapters or the build stops.
 
-The chapters in ``notebooks/`` hold no outputs. Built as they are they would give a
-book with no figures and no complaint; a failed run would be published with its
-traceback. So each chapter is swapped for its executed copy while Sphinx reads it, and
-the build refuses where a copy is missing, failed or older than its source.
-
-MathJax comes out of an installed package, so no page loads anything from another host.
+The chapters in ``notebooks/`` hold no outputs. So each is replaced by its executed copy while Sphinx reads it, and the
+build refuses where a copy is missing, failed or older than its source. MathJax comes out of an installed package, so no
+page loads anything from another host.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ def _chapters(env: BuildEnvironment) -> dict[str, Path]:
 
 
 def refuse_what_is_not_fresh(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
-    """Stop before anything is read, naming every chapter that may not be shown and the way out."""
+    """Stop before anything is read, naming every chapter that may not be shown."""
     root, bad = Path(app.srcdir), []
     for docname, path in sorted(_chapters(env).items()):
         try:
@@ -70,12 +67,12 @@ def show_executed_copy(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def banner(record: dict[str, Any]) -> NotebookNode:
-    """A cell that says what the page's numbers were made on, or loudly that there are none."""
+    """A cell that says what the page's numbers were measured on, or that there are none."""
     parameters = record["parameters"]
     settings = ", ".join(f"{name} `{value}`" for name, value in parameters.items() if name != "PROFILE")
     if parameters.get("PROFILE") == "smoke":
         kind, title = "warning", "A smoke run: nothing on this page is a measurement"
-        text = f"A tiny random model stood in, only to show that every cell runs ({settings})."
+        text = f"A tiny random model was used, only to show that every cell runs ({settings})."
     else:
         kind, title = "note", f"This page was run on {record['machine']}, {record['date']}"
         text = f"Profile `{parameters.get('PROFILE')}`: {settings}, Python {record['python']}."

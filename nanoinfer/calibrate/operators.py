@@ -117,19 +117,19 @@ GPT2_NAMES = {"attn.c_attn": "qkv", "attn.c_proj": "o_proj", "mlp.c_fc": "up_pro
 
 def _linears(model: GPT2 | Llama) -> list[tuple[str, nn.Linear]]:
     """All products of all layers, in a step's order, by the table's names."""
-    found = []
+    linears = []
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and path != "lm_head":
             name = ".".join(path.split(".")[-2:])
-            found.append((GPT2_NAMES.get(name, path.rpartition(".")[2]), module))
-    return found
+            linears.append((GPT2_NAMES.get(name, path.rpartition(".")[2]), module))
+    return linears
 
 
 def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[str, Curve]:
     """Seconds of each product against rows; every pass goes through all layers, as a step does."""
     layers, embedding = _linears(model), model.wte if isinstance(model, GPT2) else model.embed_tokens
     head = embedding.weight if model.lm_head is None else model.lm_head.weight
-    found: dict[str, list[float]] = defaultdict(list)
+    medians: dict[str, list[float]] = defaultdict(list)
     for rows in ROWS:
         widths = {module.in_features for _, module in layers} | {head.shape[1]}
         inputs = {n: torch.randn(rows, n, device=device).to(head.dtype) for n in widths}
@@ -141,19 +141,19 @@ def _products(model: GPT2 | Llama, device: torch.device, repeats: int) -> dict[s
                 times[name].append(timed(product, device)[1])
             passes.append(times)
         for name in passes[0]:
-            found[name].append(statistics.median(statistics.median(p[name]) for p in passes[1:] or passes))
-    if "qkv" in found:  # GPT-2 computes q, k and v in one product
-        thirds = [seconds / 3 for seconds in found.pop("qkv")]
-        found |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
-    return {name: Curve(ROWS, tuple(seconds)) for name, seconds in found.items()}
+            medians[name].append(statistics.median(statistics.median(p[name]) for p in passes[1:] or passes))
+    if "qkv" in medians:  # GPT-2 computes q, k and v in one product
+        thirds = [seconds / 3 for seconds in medians.pop("qkv")]
+        medians |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
+    return {name: Curve(ROWS, tuple(seconds)) for name, seconds in medians.items()}
 
 
 def _cache(loaded: LoadedModel, batch: int, context: int, device: torch.device) -> ContiguousCache:
-    """A filled cache of as many layers as it takes to outgrow the processor's cache, two at least."""
+    """A filled cache of enough layers to outgrow the processor's cache, two at least."""
     config = loaded.model.config
     dtype = next(loaded.model.parameters()).dtype
-    one = 2 * batch * config.n_kv_heads * context * config.d_head * dtype.itemsize
-    n_layers = max(2, min(config.n_layers, ATTENTION_BYTES // one))
+    layer_bytes = 2 * batch * config.n_kv_heads * context * config.d_head * dtype.itemsize
+    n_layers = max(2, min(config.n_layers, ATTENTION_BYTES // layer_bytes))
     cache = ContiguousCache(replace(config, n_layers=n_layers), batch, context, device, dtype)
     cache.k.normal_()
     cache.v.normal_()
@@ -186,7 +186,7 @@ def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
 
 
 def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
-    """A contiguous cache's numbers as blocks, shuffled among the rows, and rows of the same tokens in all.
+    """A contiguous cache's content as blocks, shuffled among the rows, and rows of the same tokens in all.
 
     Lengths differ, which costs padding and calls.
     """

@@ -31,7 +31,7 @@ def cpu_model() -> str:
 def cpu_features() -> str:
     """The processor's instruction sets as the system lists them; its name where there is no such list.
 
-    Machines of one name can differ: what a virtual one may use is its host's choice.
+    Machines of one name can differ: a virtual one has what its host allows.
     """
     return _cpuinfo("flags", "Features") or cpu_model()
 
@@ -112,13 +112,13 @@ def describe_machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python and the packages of :data:`PACKAGES` that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_commit() -> str | None:

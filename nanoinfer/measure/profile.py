@@ -40,16 +40,16 @@ def _quiet() -> Iterator[None]:
     """Keep the profiler's own log lines out of a notebook: C++ writes them past sys.stderr and no level stops all."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
-    kept = os.dup(2)
+    saved = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def profile_phases(

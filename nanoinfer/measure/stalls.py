@@ -124,10 +124,10 @@ def stalls(
     return [replace(gap, shares=log.shares(gap, traces[gap.trace])) for gap in long]
 
 
-def totals(found: Iterable[Stall]) -> dict[Cause, float]:
+def totals(long_gaps: Iterable[Stall]) -> dict[Cause, float]:
     """Seconds by cause over all stalls, the largest first."""
     seconds: defaultdict[Cause, float] = defaultdict(float)
-    for stall in found:
+    for stall in long_gaps:
         for cause, share in stall.shares.items():
             seconds[cause] += share
     return dict(sorted(seconds.items(), key=lambda pair: -pair[1]))

@@ -195,7 +195,7 @@ def test_the_image_is_made_of_what_is_there_and_runs_as_who_the_pods_are() -> No
     (base,) = re.findall(r"^FROM python:(\d\.\d+)-slim$", text, re.M)
     assert base in ("3.11", "3.12", "3.13")
     assert "--extra-index-url https://download.pytorch.org/whl/cpu" in text
-    assert "https://download.pytorch.org/whl/cpu" in (ROOT / "README.md").read_text("utf8")
+    assert "https://download.pytorch.org/whl/cpu" in (ROOT / "scripts" / "install.py").read_text("utf8")
     (extras,) = re.findall(r'"\.\[(.*)\]"', text)
     assert set(extras.split(",")) == {"serve", "bench"}
     (user,) = re.findall(r"^USER (\d+):\1$", text, re.M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import yaml
 from nbformat import NotebookNode
 
 from nanoinfer.book.chapter import find_chapters
+from nanoinfer.errors import nearest
 from tests.book.checks import check
 from tests.book.helpers import PARAMETERS, ROOT, chapter
 
 CHAPTERS = find_chapters(ROOT)
-LIBRARY = (ROOT / "nanoinfer" / "errors.py").read_text("utf8")
-NEAREST = LIBRARY[LIBRARY.index("def nearest") :]
+NEAREST = inspect.getsource(nearest)
 
 
 def test_there_are_chapters_and_the_contents_list_each_of_them() -> None:
