@@ -151,14 +151,14 @@ def compare_all_reduces(comm: Communicator, *, numbers: int, device: str = "cpu"
         by how much the two sums ``differ`` at most, and the calls of each: ``library`` and ``ring``.
     """
     x = torch.randn(numbers, generator=torch.Generator().manual_seed(comm.rank)).to(device)
-    for warm_up in (comm.all_reduce, partial(ring_all_reduce, comm)):
-        warm_up(x.clone())
-    comm.log.clear()
-    theirs = comm.all_reduce(x.clone())
-    library = total_calls(comm.log)
-    comm.log.clear()
-    ours = ring_all_reduce(comm, x.clone())
-    return {"differ": float((ours - theirs).abs().max()), "library": library, "ring": total_calls(comm.log)}
+    cases: dict[str, Callable[[Tensor], Tensor]] = {"library": comm.all_reduce, "ring": partial(ring_all_reduce, comm)}
+    sums, calls = [], {}
+    for name, reduce in cases.items():
+        reduce(x.clone())  # warms up
+        comm.log.clear()
+        sums.append(reduce(x.clone()))
+        calls[name] = total_calls(comm.log)
+    return {"differ": float((sums[0] - sums[1]).abs().max()), **calls}
 
 
 # --- contention -------------------------------------------------------------------------

@@ -178,15 +178,19 @@ def shard(loaded: LoadedModel, comm: Communicator, *, uneven: bool = False) -> L
     spec = shard_spec(whole, comm.size, comm.rank, uneven=uneven)
     model = share_weights(loaded.model)
     if isinstance(model, GPT2):
-        _shard_gpt2(model, spec, comm)
+        _shard_gpt2_blocks(model, spec, comm)
     else:
-        _shard_llama(model, spec, comm)
+        _shard_llama_blocks(model, spec, comm)
+    embedding = VocabularyEmbedding(model.embedding.weight, spec.vocabulary, comm)
+    setattr(model, "wte" if isinstance(model, GPT2) else "embed_tokens", embedding)
+    weight = embedding.weight if model.lm_head is None else _kept(_rows(model.lm_head.weight, spec.vocabulary))
+    model.lm_head = VocabularyHead(weight, whole.vocab_size, comm)  # type: ignore[assignment]
     sizes = {"n_heads": len(spec.heads), "n_kv_heads": len(spec.kv_heads), "d_ff": len(spec.middle)}
     model.config = LocalConfig(**{**{field.name: getattr(whole, field.name) for field in fields(whole)}, **sizes})
     return replace(loaded, model=model)
 
 
-def _shard_llama(model: Llama, spec: ShardSpec, comm: Communicator) -> None:
+def _shard_llama_blocks(model: Llama, spec: ShardSpec, comm: Communicator) -> None:
     d_head = model.config.d_head
     q, kv = _numbers(spec.heads, d_head), _numbers(spec.kv_heads, d_head)
     block: Any
@@ -199,12 +203,9 @@ def _shard_llama(model: Llama, spec: ShardSpec, comm: Communicator) -> None:
         mlp.gate_proj = ColumnLinear(mlp.gate_proj, spec.middle)
         mlp.up_proj = ColumnLinear(mlp.up_proj, spec.middle)
         mlp.down_proj = RowLinear(mlp.down_proj, spec.middle, comm)
-    embedding = VocabularyEmbedding(model.embed_tokens.weight, spec.vocabulary, comm)
-    model.embed_tokens = embedding  # type: ignore[assignment]
-    model.lm_head = _head(model, embedding, spec, comm)  # type: ignore[assignment]
 
 
-def _shard_gpt2(model: GPT2, spec: ShardSpec, comm: Communicator) -> None:
+def _shard_gpt2_blocks(model: GPT2, spec: ShardSpec, comm: Communicator) -> None:
     config = model.config
     heads = _numbers(spec.heads, config.d_head)
     # q, k and v are concatenated in one matrix, and this rank has the same heads of each
@@ -217,14 +218,6 @@ def _shard_gpt2(model: GPT2, spec: ShardSpec, comm: Communicator) -> None:
         attention.c_proj = RowLinear(attention.c_proj, heads, comm)
         mlp.c_fc = ColumnLinear(mlp.c_fc, spec.middle)
         mlp.c_proj = RowLinear(mlp.c_proj, spec.middle, comm)
-    embedding = VocabularyEmbedding(model.wte.weight, spec.vocabulary, comm)
-    model.wte = embedding  # type: ignore[assignment]
-    model.lm_head = _head(model, embedding, spec, comm)  # type: ignore[assignment]
-
-
-def _head(model: GPT2 | Llama, embedding: VocabularyEmbedding, spec: ShardSpec, comm: Communicator) -> VocabularyHead:
-    weight = embedding.weight if model.lm_head is None else _kept(_rows(model.lm_head.weight, spec.vocabulary))
-    return VocabularyHead(weight, model.config.vocab_size, comm)
 
 
 def _numbers(heads: range, d_head: int) -> range:

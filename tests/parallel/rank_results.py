@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import json
+import os
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from nanoinfer.engines.generate_options import GenerateOptions
 from nanoinfer.errors import NanoinferError
@@ -57,6 +64,23 @@ def reply_task(split: str) -> dict[str, Any]:
 
 @functools.cache
 def _results(ranks: int) -> list[Any] | Exception:
+    """Of one launch, which the workers of pytest-xdist share."""
+    if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is None:
+        return _launch(ranks)
+    path = Path(tempfile.gettempdir()) / f"nanoinfer-tests-{run}-{ranks}.json"
+    lock = f"{path}.lock"
+    with FileLock(lock):
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        results = _launch(ranks)
+        if not isinstance(results, Exception):
+            path.write_text(json.dumps(results), encoding="utf-8")
+            for file in (path, Path(lock)):
+                atexit.register(file.unlink, missing_ok=True)
+        return results
+
+
+def _launch(ranks: int) -> list[Any] | Exception:
     tasks: dict[str, dict[str, Any]] = {
         f"{HERE}:of_pipeline": {"ends": pipeline_ends()},
         f"{HERE}:of_context": {"ends": context_ends()},
