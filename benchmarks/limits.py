@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.ledger import decode_seconds, prefill_seconds
 from benchmarks.store import options, store
-from nanoinfer.engines.auto import PROMPTS
 from nanoinfer.engines.continuous import ContinuousEngine
+from nanoinfer.engines.load import PROMPTS
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians

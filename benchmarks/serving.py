@@ -22,7 +22,7 @@ from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
-from nanoinfer.engines.scheduler import Plan, Scheduler
+from nanoinfer.engines.scheduler import Scheduler, StepPlan
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import chunk_gaps, ttft
@@ -157,7 +157,7 @@ def predicted(loaded: LoadedModel, work: Sequence[WorkItem]) -> dict[str, float]
     config, machine = loaded.model.config, this_machine(loaded, fresh=True)
     prompts, outputs = [len(w.prompt) for w in work], [w.output for w in work]
     scheduler = Scheduler(BlockPool(4096), ROWS)
-    seconds: Callable[[Plan], float] = step_seconds(config, machine)
+    seconds: Callable[[StepPlan], float] = step_seconds(config, machine)
     tokens = sum(outputs)
     return {
         "static": tokens / sum(batched_seconds(config, machine, prompts, outputs, ROWS)),

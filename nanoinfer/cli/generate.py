@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoinfer.cli.options import Json, command
-from nanoinfer.engines.generate_options import GenerateOptions, ReplyOptions, TopP
+from nanoinfer.engines.reply import GenerateOptions, ReplyOptions, TopP, completion_record, summary_line
 from nanoinfer.errors import ModelError, RequestError, TokenizerError
 from nanoinfer.log import say
 from nanoinfer.option_types import MaxTokens, Temperature
@@ -43,8 +43,6 @@ def generate(options: GenerateOptions, as_json: Json = False) -> None:
         return
     engine = options.load()
     if as_json:
-        from nanoinfer.engines.record import completion_record
-
         (completion,) = engine.generate(options.prompt, params)
         emit(completion_record(engine, completion, params))
     else:
@@ -82,7 +80,6 @@ def read_prompt(prompt: str) -> str:
 
 def stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> str:
     """Print a reply as it comes and its figures after it; return its text."""
-    from nanoinfer.engines.record import summary_line
 
     generation = engine.stream(prompt, params)
     for event in generation:

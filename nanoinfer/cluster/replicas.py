@@ -17,7 +17,7 @@ from nanoinfer.cluster.gateway import (
     run_app,
 )
 from nanoinfer.cluster.ray_runtime import check_room, connected, require
-from nanoinfer.engines.async_engine import Busy
+from nanoinfer.engines.async_engine import QueueFull
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.registry import find_model
 from nanoinfer.serve.app import make_app as make_replica_app
@@ -55,7 +55,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Called by Serve every few seconds: it replaces a replica that raises here, or does not answer."""
-        if not self.service.front.is_alive:
+        if not self.service.async_engine.is_alive:
             raise RuntimeError("the engine's thread has ended: nothing would be answered any more")
 
     def __del__(self) -> None:
@@ -149,7 +149,7 @@ def make_forwarder(handle: Any) -> Forward:
             async for batch in reply:
                 yield batch
         except full:
-            raise Busy("every replica has as many requests as it takes; try again later") from None
+            raise QueueFull("every replica has as many requests as it takes; try again later") from None
         except ray.exceptions.RayTaskError:  # a mistake of ours, which another replica would make too
             raise
         except (ray.exceptions.RayError, gone) as error:

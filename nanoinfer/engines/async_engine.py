@@ -1,11 +1,11 @@
-"""A front for many callers: requests come from any thread or event loop, one thread owns the model.
+"""An engine for many callers in an event loop: a thread of its own runs the steps, streams bring the events.
 
-front = Front(engine)
-stream = await front.submit("Once upon a time")     # waits while the house is full
+engine = AsyncEngine(ContinuousEngine(loaded))
+stream = await engine.submit("Once upon a time")    # waits for a free slot
 async for event in stream: ...
 stream.cancel()                                     # at any moment; the blocks are free within a step
 
-A stream that nobody holds any more, because its reader was cancelled or has lost interest, is cancelled too.
+A stream that nothing refers to any more, because the task that read it was cancelled, is cancelled too.
 """
 
 from __future__ import annotations
@@ -13,28 +13,23 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from nanoinfer.engines.engine import Prompt
-from nanoinfer.engines.request import Completion, Deliver, Event, Request, by_prompt, checked
-from nanoinfer.errors import RequestError
+from nanoinfer.engines.request import Completion, Deliver, Event, Request, RequestCancelled, is_last, unwrap
+from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.sampling.params import SamplingParams
 
-#: What a caller's end of the line takes: events, an error, or None where nothing more comes.
-Line = Callable[[Event | RequestError | None], None]
 
-CUT_SHORT = "the request was cancelled, or its engine closed, before it had ended"
-
-
-class Stepper(Protocol):
-    """What a front asks of an engine, all of it from one thread but :meth:`admit`."""
+class SteppableEngine(Protocol):
+    """What an :class:`AsyncEngine` needs of an engine. All but :meth:`step` may be called while a step is run."""
 
     @property
     def busy(self) -> bool:
@@ -44,50 +39,98 @@ class Stepper(Protocol):
         """Requests, checked. Raises :class:`RequestError`."""
 
     def add(self, samples: list[Request], deliver: Deliver) -> None:
-        """Queue the samples of one prompt."""
+        """Queue the samples of one prompt; each is delivered exactly one last item."""
 
     def cancel(self, request: Request) -> None:
-        """Drop a request."""
+        """Drop a request; one that has ended is left alone."""
+
+    def cancel_all(self) -> None:
+        """Drop every request."""
 
     def step(self) -> None:
-        """One step, delivering events. If it raises, every request has been given the error."""
+        """One step, delivering events. If it raises, every request has been delivered the error."""
 
 
-class Busy(RequestError):
-    """The house is full: try again later."""
+class QueueFull(RequestError):
+    """No free slot: try again later."""
+
+
+class Mailbox:
+    """The events of one prompt that have come and are not yet read.
+
+    The engine refers to this and not to the stream, so that a stream that is not read any more can be seen to be so.
+    """
+
+    def __init__(self, n_samples: int) -> None:
+        self.unfinished = n_samples
+        self.events: asyncio.Queue[Event | RequestError] = asyncio.Queue()
+
+
+class LoopBinding:
+    """The event loop in which an engine's callers are: their slots, and the way there for what the steps bring.
+
+    Args:
+        slots: prompts that run or wait at a time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
+        self.loop, self.slots = loop, asyncio.Semaphore(slots)
+        self._items: deque[tuple[Mailbox, Event | RequestError]] = deque()
+        self._is_woken = False
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the loop call a function, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: no task is left to hear of it
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def deliver(self, mailbox: Mailbox, item: Event | RequestError) -> None:
+        """Put an item into a mailbox, from any thread; one wake-up of the loop for all that a step brings."""
+        self._items.append((mailbox, item))
+        if not self._is_woken:  # else it will be seen: the flag goes down before the items are taken
+            self._is_woken = True
+            self.call(self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._is_woken = False
+        while self._items:
+            mailbox, item = self._items.popleft()
+            mailbox.events.put_nowait(item)
+            if is_last(item):
+                mailbox.unfinished -= 1
+                if not mailbox.unfinished:
+                    self.slots.release()
 
 
 class Stream(AsyncIterator[Event]):
     """The events of one prompt, as they come. ``completions`` once it is exhausted.
 
     Events wait here until they are read. There are never more than the request has tokens, so a slow
-    reader costs little memory and nobody else's time.
+    reader costs little memory and holds up no other request.
     """
 
-    def __init__(self, front: Front, requests: list[Request]) -> None:
+    def __init__(
+        self, engine: SteppableEngine, requests: list[Request], mailbox: Mailbox, binding: LoopBinding
+    ) -> None:
         self.requests = requests
-        self._left = len(requests)
-        self._events: asyncio.Queue[Event | RequestError | None] = asyncio.Queue()
-        #: Called by the owner of the model, from its thread.
-        self.deliver = _to(asyncio.get_running_loop(), self._events)
-        self._cancel = weakref.finalize(self, front.cancel, requests)  # so nobody else may hold the stream itself
-        self._cancel.atexit = False
+        self._unread = len(requests)  # last items
+        self._mailbox, self._binding = mailbox, binding
+        self._drop = weakref.finalize(self, _cancel_requests, engine, requests)
+        self._drop.atexit = False
 
     async def __anext__(self) -> Event:
-        if self._left == 0:
+        if self._unread == 0:
             raise StopAsyncIteration
-        item = await self._events.get()
-        if item is None:  # cancelled, or the front was closed
-            self._left = 0
+        item = await self._mailbox.events.get()
+        if isinstance(item, RequestCancelled):
+            self._unread = 0
             raise StopAsyncIteration
-        if isinstance(item, RequestError) or item.finish_reason is not None:
-            self._left -= 1
-        return checked(item)
+        self._unread -= is_last(item)
+        return unwrap(item)
 
     def cancel(self) -> None:
-        """End it now; iteration stops behind the events that are there. Safe from any thread, and twice."""
-        self._cancel()
-        self.deliver(None)
+        """End it now; iteration stops after the events that are there. Safe from any thread, and twice."""
+        self._drop()
+        self._binding.call(self._mailbox.events.put_nowait, RequestCancelled())  # not only after a step that is run
 
     @property
     def completions(self) -> list[Completion]:
@@ -99,212 +142,95 @@ class Stream(AsyncIterator[Event]):
         async for _ in self:
             pass
         if any(request.finish_reason is None for request in self.requests):
-            raise RequestError(CUT_SHORT)
+            raise RequestCancelled
         return self.completions
 
 
-class Front:
-    """Owns an engine in a thread of its own.
+def _cancel_requests(engine: SteppableEngine, requests: list[Request]) -> None:
+    for request in requests:
+        if request.trace.t_end is None:
+            engine.cancel(request)
+
+
+class AsyncEngine:
+    """Runs an engine's steps in a thread of its own, for callers in one event loop.
 
     Args:
-        engine: nobody else may call its ``step`` from now on; ``generate`` and ``stream`` go through the front.
-        max_outstanding: prompts that run or wait at a time. :meth:`submit` waits for a place,
-            :meth:`submit_nowait` raises :class:`Busy`. Callers without an event loop do not wait.
+        max_outstanding: prompts that run or wait at a time.
     """
 
-    def __init__(self, engine: Stepper, max_outstanding: int = 256) -> None:
-        if max_outstanding < 1:
-            raise RequestError(f"max_outstanding must be at least 1, got {max_outstanding}")
+    def __init__(self, engine: SteppableEngine, max_outstanding: int = 256) -> None:
+        check("max_outstanding", max_outstanding, at_least=1, whole=True)
         self.engine, self.max_outstanding = engine, max_outstanding
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # An abandoned submit is thrown out by the garbage collector, maybe while its thread holds this: hence RLock.
-        self._lock = threading.RLock()
-        self._outstanding, self._closed = 0, False
-        self._in_line: deque[asyncio.Future[None]] = deque()
-        self._under_way: dict[int, tuple[list[Request], Line]] = {}
-        self._thread = threading.Thread(target=self._own, name="nanoinfer-engine", daemon=True)
+        self._binding: LoopBinding | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()  # a request is added before the engine is closed, or not at all
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run_steps, name="nanoinfer-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that is still in a step when Python leaves brings it down
+        atexit.register(self.close)  # a thread that is still in a step when Python ends makes it crash
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody steps the engine: without its thread, callers would wait for ever."""
+        """Whether the thread that steps is there: without it, callers would wait for ever."""
         return self._thread.is_alive()
 
-    # --- callers --------------------------------------------------------------------------
+    async def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, wait: bool = True) -> Stream:
+        """Queue one prompt, once there is a free slot: in the order of the calls.
 
-    async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Queue one prompt, once there is a place; what can never be served is refused at once (RequestError)."""
+        Args:
+            wait: for a slot; else raise :class:`QueueFull` where there is none.
+
+        Raises:
+            RequestError: what can never be served, at once; or the engine was closed.
+        """
         requests = self.engine.admit([prompt], params)
-        await self._wait_for_place()
-        return self._start(requests)
+        binding = self._bind()
+        if not wait and binding.slots.locked():
+            raise QueueFull(f"{self.max_outstanding} requests are under way, and no more are taken; try again later")
+        await binding.slots.acquire()
+        mailbox = Mailbox(len(requests))
+        deliver = partial(binding.deliver, mailbox)
+        with self._closing:
+            if self._is_closed:
+                binding.slots.release()
+                raise RequestError("this engine was closed; make a new one")
+            if requests[0].limit == 0:
+                for request in requests:
+                    deliver(request.finish_empty(now()))
+            else:
+                self.engine.add(requests, deliver)
+        self._wake.set()
+        return Stream(self.engine, requests, mailbox, binding)
 
-    def submit_nowait(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Queue one prompt, or raise :class:`Busy`. For callers in an event loop."""
-        requests = self.engine.admit([prompt], params)
-        if not self._take_place():
-            raise Busy(f"{self.max_outstanding} requests are under way, and no more are taken; try again later")
-        return self._start(requests)
-
-    def cancel(self, requests: list[Request]) -> None:
-        """Drop all requests of some prompts; those that have ended are left alone."""
-        if any(request.trace.t_end is None for request in requests):
-            self._inbox.put(lambda: self._drop(requests))
-
-    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
-        """Events of these requests, for a caller without an event loop."""
-        arrived: queue.SimpleQueue[Event | RequestError | None] = queue.SimpleQueue()
-        left = len(requests)
-        groups = by_prompt(requests)
-        with self._lock:
-            self._outstanding += len(groups)
-        for samples in groups:
-            self._post(samples, arrived.put)
-        try:
-            while left:
-                item = arrived.get() or RequestError(CUT_SHORT)
-                left -= isinstance(item, RequestError) or item.finish_reason is not None
-                yield checked(item)
-        finally:
-            if left:
-                self.cancel(requests)
+    def _bind(self) -> LoopBinding:
+        loop = asyncio.get_running_loop()
+        if self._binding is None or self._binding.loop.is_closed():
+            self._binding = LoopBinding(loop, self.max_outstanding)
+        if self._binding.loop is not loop:
+            raise RequestError("this engine has callers in another event loop: use one loop, or close() it first")
+        return self._binding
 
     def close(self) -> None:
         """Stop; what is under way ends as cancelled. Returns once the thread has ended."""
-        with self._lock:  # what is posted comes before the end or not at all
-            self._closed = True
-            self._inbox.put(None)
+        with self._closing:
+            self._is_closed = True
+        self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self.engine.cancel_all()
         atexit.unregister(self.close)
 
-    def _start(self, requests: list[Request]) -> Stream:
-        stream = Stream(self, requests)
-        if requests[0].limit == 0:
-            for request in requests:
-                stream.deliver(request.finish_empty(now()))
-            self._leave_place()
-            return stream
-        try:
-            self._post(requests, stream.deliver)
-        except RequestError:
-            self._leave_place()
-            raise
-        return stream
-
-    # --- places ---------------------------------------------------------------------------
-
-    def _take_place(self) -> bool:
-        """Take a place if there is one; then nobody is in line."""
-        with self._lock:
-            is_free = self._outstanding < self.max_outstanding
-            self._outstanding += is_free
-            return is_free
-
-    async def _wait_for_place(self) -> None:
-        with self._lock:
-            if self._take_place():
-                return
-            turn = asyncio.get_running_loop().create_future()
-            self._in_line.append(turn)
-        try:
-            await turn
-        except BaseException:  # cancelled, in line or with the place in hand
-            with self._lock:
-                if turn in self._in_line:
-                    self._in_line.remove(turn)
-                else:
-                    self._leave_place()
-            raise
-
-    def _leave_place(self) -> None:
-        """Hand the place to the first in line: nobody who comes later can slip in."""
-        with self._lock:
-            self._outstanding -= 1
-            while self._in_line and self._take_place():
-                turn = self._in_line.popleft()
-                try:
-                    turn.get_loop().call_soon_threadsafe(_set, turn)
-                except RuntimeError:  # that loop is closed
-                    self._outstanding -= 1
-
-    # --- the owner's thread ---------------------------------------------------------------
-
-    def _post(self, requests: list[Request], deliver: Line) -> None:
-        with self._lock:
-            if self._closed:
-                raise RequestError("this front was closed; make a new one")
-            self._inbox.put(lambda: self._take_in(requests, deliver))
-
-    def _take_in(self, requests: list[Request], deliver: Line) -> None:
-        def passing_on(item: Event | RequestError) -> None:
-            deliver(item)
-            if all(r.trace.t_end is not None for r in requests):
-                self._forget(requests)
-
-        self._under_way[id(requests)] = (requests, deliver)
-        self.engine.add(requests, passing_on)
-
-    def _forget(self, requests: list[Request]) -> None:
-        if self._under_way.pop(id(requests), None) is not None:
-            self._leave_place()
-
-    def _drop(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.engine.cancel(request)
-        for group, deliver in list(self._under_way.values()):
-            if all(r.trace.t_end is not None for r in group):
-                deliver(None)
-                self._forget(group)
-
-    def _own(self) -> None:
-        """Take in what has come, then a step; sleep when there is nothing to do."""
+    def _run_steps(self) -> None:
+        """One step after the other; sleep when there is nothing to do."""
         while True:
-            while not self.engine.busy or not self._inbox.empty():
-                if (job := self._inbox.get()) is None:
-                    self._drop([r for group, _ in self._under_way.values() for r in group])
-                    return
-                job()
+            self._wake.clear()  # before looking: what comes after the look wakes it again
+            if self._is_closed:
+                return
+            if not self.engine.busy:
+                self._wake.wait()
+                continue
             try:
                 self.engine.step()
-            except Exception:  # the model failed, not a request: all have been told, and here is what to mend
+            except Exception:  # the model failed, not a request: all readers have the error, and the log the cause
                 logging.getLogger(__name__).exception("a step failed")
-
-
-def _set(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
-
-
-class _Post:
-    """Carries what the owner's thread says into one event loop: one wake-up for all that a step has to say."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._woken = weakref.ref(loop), False  # a loop lives as long as its owner wants
-        self._items: deque[tuple[asyncio.Queue[Event | RequestError | None], Event | RequestError | None]] = deque()
-
-    def put(self, events: asyncio.Queue[Event | RequestError | None], item: Event | RequestError | None) -> None:
-        """From any thread."""
-        self._items.append((events, item))
-        if not self._woken:  # else it will be found: the flag goes down before the items are taken
-            self._woken = True
-            with suppress(RuntimeError):  # the loop is closed: nobody will read this
-                if (loop := self._loop()) is not None:
-                    loop.call_soon_threadsafe(self._hand_out)
-
-    def _hand_out(self) -> None:
-        self._woken = False
-        while self._items:
-            events, item = self._items.popleft()
-            events.put_nowait(item)
-
-
-_posts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = weakref.WeakKeyDictionary()
-
-
-def _to(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event | RequestError | None]) -> Line:
-    """Called from the loop itself, when a stream begins."""
-    post = _posts.get(loop)
-    if post is None:
-        post = _posts[loop] = _Post(loop)
-    return lambda item: post.put(events, item)

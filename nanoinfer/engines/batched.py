@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import astuple, dataclass
-from numbers import Integral
-from typing import Any
 
 from torch import Tensor
 
 from nanoinfer.engines.cached import CachedBatch, CachedEngine
+from nanoinfer.engines.engine import Forward
 from nanoinfer.engines.request import Event, Request
-from nanoinfer.engines.static import Forward
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import check
 from nanoinfer.models.registry import LoadedModel
 
 
@@ -25,11 +23,11 @@ class Waste:
     """What passes over static batches computed and held, and how much of it was for nothing.
 
     Args:
-        prefill_slots: places ``[B, T]`` of the passes that take whole rows.
+        prefill_slots: ``B * T``, summed over the passes that take whole rows.
         prefill_padding: those of them that were padding.
         decode_rows: rows of the passes that take one token a row.
         decode_ended: those of them whose request had ended.
-        kv_held: places for a token in the cache, ``B`` times its capacity, once for each pass.
+        kv_held: slots of the cache, ``B`` times its capacity, once for each pass.
         kv_live: those of them that held a token of a running request after the pass.
 
     A batch that crops recomputes the rows that still run: such a pass takes whole rows, and finds nothing live.
@@ -54,7 +52,7 @@ class Waste:
 
     @property
     def kv_idle_share(self) -> float:
-        """``1 - kv_live / kv_held``, 0 to 1: padding, places not yet filled, and rows that have ended."""
+        """``1 - kv_live / kv_held``, 0 to 1: padding, slots not yet filled, and rows that have ended."""
         return 1 - self.kv_live / self.kv_held if self.kv_held else 0.0
 
     def __add__(self, other: Waste) -> Waste:
@@ -71,9 +69,7 @@ class BatchedEngine(CachedEngine):
     name = "batched"
 
     def __init__(self, loaded: LoadedModel, batch_size: int = 32) -> None:
-        given: Any = batch_size
-        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-            raise RequestError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        check("batch_size", batch_size, at_least=1, whole=True)
         super().__init__(loaded)
         self.batch_size = int(batch_size)
         self.waste = Waste()
@@ -86,24 +82,37 @@ class BatchedEngine(CachedEngine):
 
     def start(self, requests: list[Request]) -> Forward:
         """Allocate the cache of one batch; every pass is counted."""
-        batch = CachedBatch(self, requests)
-
-        def forward(running: list[Request]) -> Tensor:
-            is_prefill = batch.cache.length == 0
-            logits = batch(running)
-            self.waste += _of_pass(batch, running, is_prefill)
-            return logits
-
-        return forward
+        return CountedBatch(self, requests)
 
 
-def _of_pass(batch: CachedBatch, running: list[Request], is_prefill: bool) -> Waste:
-    """Count one pass of a batch, for which ``running`` were the requests that had not ended."""
-    lengths = [min(r.length, batch.config.context) for r in running]
-    held = len(batch.requests) * batch.cache.capacity
-    if batch.cropped or is_prefill:
-        slots = len(running) * max(lengths)
-        live = 0 if batch.cropped else sum(lengths)
-        return Waste(slots, slots - sum(lengths), kv_held=held, kv_live=live)
-    rows = len(batch.requests)
-    return Waste(decode_rows=rows, decode_ended=rows - len(running), kv_held=held, kv_live=sum(lengths))
+class CountedBatch(CachedBatch):
+    """A batch that adds up what its passes waste."""
+
+    def __init__(self, engine: BatchedEngine, requests: list[Request]) -> None:
+        super().__init__(engine, requests)
+        self.engine = engine
+        self.kv_slots = len(requests) * self.cache.capacity
+
+    def recompute(self, running: list[Request]) -> Tensor:
+        """As for any batch; nothing in the cache is live."""
+        self._count_whole_rows([min(r.length, self.config.context) for r in running], kv_live=0)
+        return super().recompute(running)
+
+    def prefill(self) -> Tensor:
+        """As for any batch; every token of the prompts is live."""
+        lengths = [r.length for r in self.requests]
+        self._count_whole_rows(lengths, kv_live=sum(lengths))
+        return super().prefill()
+
+    def decode(self) -> Tensor:
+        """As for any batch; rows that have ended are computed for nothing."""
+        live = [r.length for r in self.requests if r.finish_reason is None]
+        rows = len(self.requests)
+        self.engine.waste += Waste(
+            decode_rows=rows, decode_ended=rows - len(live), kv_held=self.kv_slots, kv_live=sum(live)
+        )
+        return super().decode()
+
+    def _count_whole_rows(self, lengths: list[int], kv_live: int) -> None:
+        slots = len(lengths) * max(lengths)
+        self.engine.waste += Waste(slots, slots - sum(lengths), kv_held=self.kv_slots, kv_live=kv_live)

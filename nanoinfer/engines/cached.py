@@ -1,7 +1,7 @@
 """Keep the keys and values: prefill the prompts once, then feed one token a row and step.
 
 One static batch: its rows start together, and the cache is laid out for the longest
-of them. Rows that have ended keep their place until the last one ends.
+of them. Rows that have ended keep their slots until the last one ends.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
-from nanoinfer.engines.naive import recompute
-from nanoinfer.engines.padding import left_pad
+from nanoinfer.engines.engine import Forward, StaticEngine
+from nanoinfer.engines.naive import left_pad, recompute
 from nanoinfer.engines.request import Request
-from nanoinfer.engines.static import Forward, StaticEngine
 from nanoinfer.models.model import Model
 
 
@@ -45,12 +44,16 @@ class CachedBatch:
 
     def __call__(self, running: list[Request]) -> Tensor:
         """Next-token logits ``[R, V]`` of the running requests."""
-        # Cropping shifts every position, so from then on nothing in the cache is true any more.
+        # Cropping shifts every position, so from then on nothing in the cache is valid any more.
         self.cropped = self.cropped or any(r.length > self.config.context for r in running)
         if self.cropped:
-            return recompute(self.model, [r.ids for r in running], self.device)
+            return self.recompute(running)
         logits = self.prefill() if self.cache.length == 0 else self.decode()
         return logits[[self.rows[r.index] for r in running]]
+
+    def recompute(self, running: list[Request]) -> Tensor:
+        """The last ``context`` tokens of each running row, without the cache; ``[R, V]``."""
+        return recompute(self.model, [r.ids for r in running], self.device)
 
     def prefill(self) -> Tensor:
         """All prompts at once; ``[B, V]``."""

@@ -1,7 +1,7 @@
-"""Continuous batching: who runs is decided anew at every step.
+"""Continuous batching: which requests run is decided anew at every step.
 
 The scheduler says which tokens of which sequences come next; the paged cache holds what they have; one
-forward pass computes them all, packed in a row; those that have reached their end get a token. That is
+forward pass computes them all, packed in a row; sequences that have reached their end get a token. That is
 a step, and all there is to it.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from numbers import Integral
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -20,13 +19,19 @@ from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache, PagedStep
-from nanoinfer.engines import scheduler
-from nanoinfer.engines.async_engine import Front, Stream
-from nanoinfer.engines.choose import choose, not_finite
-from nanoinfer.engines.engine import Engine, Prompt
-from nanoinfer.engines.request import Deliver, Event, Request, by_prompt, checked
-from nanoinfer.engines.scheduler import Chunk, Scheduler
-from nanoinfer.errors import RequestError
+from nanoinfer.engines.async_engine import AsyncEngine, Stream
+from nanoinfer.engines.engine import Engine, NonFiniteLogits, Prompt
+from nanoinfer.engines.request import (
+    Deliver,
+    Event,
+    Request,
+    RequestCancelled,
+    group_by_prompt,
+    is_last,
+    unwrap,
+)
+from nanoinfer.engines.scheduler import Chunk, Scheduler, SequenceState, StepPlan
+from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.registry import LoadedModel
@@ -35,22 +40,31 @@ from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs
 from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.theory.arithmetic import kv_bytes_per_token
 
-PLAIN = Optimizations()
+
+class Sample(NamedTuple):
+    """A request in the engine, and where its events go."""
+
+    request: Request
+    deliver: Deliver
 
 
 class ContinuousEngine(Engine):
     """Iteration-level scheduling over a paged cache.
 
+    A request stands in the scheduler's sequences, and nowhere else; each is delivered exactly one last item.
+    :meth:`add` and :meth:`cancel` may be called at any moment and from any thread. What they ask for is done at once,
+    or right after the step that is being run.
+
     Args:
-        loaded: the model.
         max_running: sequences in a step at most.
         token_budget: tokens in a step at most, prompts in chunks among them; it bounds how long a step can take.
         block_size: tokens a block of the cache.
         cache_tokens: tokens the cache holds. None: what 1 GiB holds on a CPU, half of the free memory on a
             GPU; never more than a quarter of a CPU's free memory nor than ``max_running`` full contexts.
         share_prefixes: texts that begin alike share the blocks of their beginning, from call to call.
-        speed: what steps may use beside the plain model.
+        speed: what steps may use besides the plain model.
 
     Raises:
         RequestError: sizes that make no engine.
@@ -68,14 +82,13 @@ class ContinuousEngine(Engine):
         block_size: int = 8,
         cache_tokens: int | None = None,
         share_prefixes: bool = True,
-        speed: Optimizations = PLAIN,
+        speed: Optimizations | None = None,
     ) -> None:
         super().__init__(loaded)
+        speed = speed or Optimizations()
         sizes = {"max_running": max_running, "token_budget": token_budget, "block_size": block_size}
         for name, size in (sizes if cache_tokens is None else {**sizes, "cache_tokens": cache_tokens}).items():
-            given: Any = size
-            if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-                raise RequestError(f"{name} must be a whole number of at least 1, got {given!r}")
+            check(name, size, at_least=1, whole=True)
         tokens = self._affordable_tokens(max_running, block_size) if cache_tokens is None else cache_tokens
         self.pool = BlockPool(tokens // block_size, block_size, share_prefixes)
         self.scheduler = Scheduler(self.pool, max_running, token_budget)
@@ -87,11 +100,10 @@ class ContinuousEngine(Engine):
             self.kernel = DecodeGraphs(self.model, max_running, self.pool.n_blocks)
         # One block more than the pool knows of: for the graphs' rows of padding.
         self.cache = PagedCache(self.config, self.pool.n_blocks + speed.graphs, block_size, self.device, self.dtype)
-        self.front: Front | None = None
-        self.on_step: Callable[[StepNote], None] | None = None  # told of every step, in the thread that ran it
-        self._owners: dict[scheduler.Sequence, list[tuple[Request, Deliver]]] = {}
-        self._cancelled: deque[Request] = deque()  # and not yet taken out
-        self._lock = threading.Lock()  # of all of the above
+        self.on_step: Callable[[StepNote], None] | None = None  # called after every step, in the thread that ran it
+        self._inbox: deque[Callable[[], None]] = deque()  # what was added and cancelled, and is not yet done
+        self._lock = threading.Lock()  # of the scheduler and all below it: a step, or the inbox
+        self._async: AsyncEngine | None = None
 
     # --- requests in and out --------------------------------------------------------------
 
@@ -99,81 +111,86 @@ class ContinuousEngine(Engine):
         """Refuse what can never fit, and cropping: blocks hold tokens at their own positions."""
         if request.params.on_full == "crop":
             raise RequestError("the continuous engine does not crop; use on_full='stop', or the cached engine")
-        self.scheduler.refuse(_most_held(request), request.params.n)
+        self.scheduler.refuse(request.kv_limit, request.params.n)
 
     def add(self, samples: Sequence[Request], deliver: Deliver) -> None:
         """Queue the samples of one prompt; ``deliver`` is called with their events as steps are run."""
-        sequence = scheduler.Sequence(list(samples[0].prompt_ids), _most_held(samples[0]), len(samples))
-        with self._one_at_a_time():
-            self.scheduler.add(sequence)
-            self._owners[sequence] = [(request, deliver) for request in samples]
+        first = samples[0]
+        self.scheduler.refuse(first.kv_limit, len(samples))
+        sequence = SequenceState(list(first.prompt_ids), first.kv_limit, [Sample(r, deliver) for r in samples])
+        self._do(partial(self.scheduler.add, sequence))
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, at any moment and from any thread; ended ones are left alone.
+        """Drop a request, and its blocks with it; one that has ended is left alone."""
+        self._do(partial(self._drop, lambda sample: sample.request is request))
 
-        Its blocks are free at once, or behind the step that is being run.
-        """
-        if request.trace.t_end is None:
-            request.trace.t_end, request.trace.status = now(), "cancelled"
-        self._cancelled.append(request)
-        self._drop_cancelled()
+    def cancel_all(self) -> None:
+        """Drop every request."""
+        self._do(partial(self._drop, lambda sample: True))
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self._owners)
+        return bool(self._inbox or self.scheduler.running or self.scheduler.waiting)
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
-        """Step until these requests have ended. Others that are under way get on too, and their events are theirs."""
-        if (front := self.front) is not None:
-            yield from front.run(requests)
-            return
+        """Step until these requests have ended. Others that are under way advance too, and get their own events."""
         arrived: deque[Event | RequestError] = deque()
+        unfinished = len(requests)
         try:
-            for samples in by_prompt(requests):
+            for samples in group_by_prompt(requests):
                 self.add(samples, arrived.append)
-            while self._under_way(requests) or arrived:  # another thread's step may have ended them
-                if not arrived:
+            while unfinished:
+                if not arrived:  # nor has a step of another thread brought anything
                     self.step()
                 while arrived:
-                    yield checked(arrived.popleft())
+                    item = arrived.popleft()
+                    unfinished -= is_last(item)
+                    yield unwrap(item)
         finally:
-            for request in requests:
-                if request.finish_reason is None:
+            if unfinished:
+                for request in requests:
                     self.cancel(request)
 
     # --- the step -------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run one step, whichever thread's turn it is. If it raises, every request has been given the error."""
-        with self._one_at_a_time():
-            try:
+        """Run one step; several threads take turns. If it raises, every request has been delivered the error."""
+        try:
+            with self._lock:
+                self._empty_inbox()
                 self._step()
-            except BaseException as error:  # what is half done cannot be gone on with
-                for sequence in list(self._owners):
-                    self._break_off(sequence, RequestError(f"the engine failed: {type(error).__name__}: {error}"))
-                raise
+        finally:
+            self._do()
 
     @torch.inference_mode()
     def _step(self) -> None:
         """Compute what the scheduler says; one token for every sequence whose text is then in the cache."""
-        start, preempted = now(), self.scheduler.preemptions
-        plan = self.scheduler.schedule()
-        if not plan.chunks:  # all have ended since somebody wanted this step
-            return
-        self._note_starts(plan.chunks)
-        chunks = sorted(plan.chunks, key=lambda c: (c.n > 1, c.start))  # neighbours of similar length
-        logits = self._forward(chunks, plan.copies)
-        self.scheduler.commit(plan)
-        ready = [c.sequence for c in chunks if c.reaches_end]
-        rows = [row for row, sequence in enumerate(ready) for _ in range(sequence.width)]
-        texts = [text for sequence in ready for text in self._split(sequence)]
-        if texts:
-            self._accept(texts, logits[rows] if len(rows) > len(ready) else logits)
-        if self.on_step is not None:
-            single = sum(c.n == 1 for c in chunks)
-            lost = self.scheduler.preemptions - preempted
-            self.on_step(StepNote(start, now(), single, plan.n_tokens - single, lost))
+        try:
+            start, preempted = now(), self.scheduler.preemptions
+            plan = self.scheduler.schedule()
+            if not plan.chunks:  # all have ended since this step was wanted
+                return
+            self._note_starts(plan)
+            chunks = sorted(plan.chunks, key=lambda c: (c.n > 1, c.start))  # neighbours of similar length
+            logits = self._forward(chunks, plan.copies)
+            self.scheduler.commit(plan)
+            self._sample([c.sequence for c in chunks if c.reaches_end], logits)
+            if self.on_step is not None:
+                single = sum(c.n == 1 for c in chunks)
+                lost = self.scheduler.preemptions - preempted
+                self.on_step(StepNote(start, now(), single, plan.n_tokens - single, lost))
+        except BaseException as error:  # what is half done cannot be continued
+            for sequence in list(self._sequences()):
+                self._fail(sequence, RequestError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _note_starts(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            for sample in chunk.sequence.samples:
+                trace = sample.request.trace
+                if trace.t_start is None:
+                    trace.t_start, trace.cached_tokens = now(), chunk.sequence.cached_tokens
 
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
         """Run the chunks, those of one token first; logits ``[R, V]`` of those that reach their text's end."""
@@ -187,125 +204,105 @@ class ContinuousEngine(Engine):
             ends = [row for row, c in enumerate(chunks[:single]) if c.reaches_end]
             parts.append(logits if len(ends) == single else logits[ends])
         if single < len(chunks):
-            parts.append(self._by_model(chunks[single:], PagedStep(self.cache, rows[single:])).float())
+            parts.append(self._forward_model(chunks[single:], PagedStep(self.cache, rows[single:])).float())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _by_model(self, chunks: Sequence[Chunk], step: PagedStep) -> Tensor:
+    def _forward_model(self, chunks: Sequence[Chunk], step: PagedStep) -> Tensor:
         ids = [i for c in chunks for i in c.sequence.tokens[c.start : c.start + c.n]]
         packed = self.model.hidden(torch.tensor([ids], device=self.device), step.positions, step)[0]  # [N, d]
-        ends, at = [], -1
+        ends, last = [], -1
         for chunk in chunks:
-            at += chunk.n
+            last += chunk.n
             if chunk.reaches_end:
-                ends.append(at)
+                ends.append(last)
         return self.model.head(packed[ends])
 
-    def _split(self, sequence: scheduler.Sequence) -> list[scheduler.Sequence]:
-        """The sequence; where several samples go on from its prompt, now that it is computed, one for each."""
-        if sequence.width == 1:
-            return [sequence]
-        twins = self.scheduler.fork(sequence)
-        owners = self._owners[sequence]
-        for twin, owner in zip((sequence, *twins), owners, strict=True):
-            self._owners[twin] = [owner]
-        return [sequence, *twins]
-
-    def _accept(self, texts: Sequence[scheduler.Sequence], logits: Tensor) -> None:
-        """One token for each text, and its event to whoever asked."""
-        owners = [self._owners[text][0] for text in texts]
-        bad = not_finite(logits)
-        good = [row for row in range(len(texts)) if row not in bad]
-        tokens = choose(logits[good] if bad else logits, [owners[row][0] for row in good])
+    def _sample(self, sequences: Sequence[SequenceState], logits: Tensor) -> None:
+        """A token for each sample of these sequences, from their rows of logits ``[R, V]``, and its event delivered."""
+        if any(sequence.n_samples > 1 for sequence in sequences):
+            logits = logits[[row for row, sequence in enumerate(sequences) for _ in sequence.samples]]
+            sequences = [fork for sequence in sequences for fork in self.scheduler.fork(sequence)]
+        try:
+            tokens = self.choose(logits, [sequence.samples[0].request for sequence in sequences]) if sequences else []
+        except NonFiniteLogits as error:  # these requests end, and the others go on
+            good = [row for row in range(len(sequences)) if row not in error.rows]
+            finite = logits[good]
+            for row in error.rows:
+                self._fail(sequences[row], RequestError(str(error)))
+            self._sample([sequences[row] for row in good], finite)
+            return
         t = now()
-        for row, error in bad.items():
-            self._break_off(texts[row], error)
-        for row, token in zip(good, tokens, strict=True):
-            request, deliver = owners[row]
+        for sequence, token in zip(sequences, tokens, strict=True):
+            ((request, deliver),) = sequence.samples
             event = request.accept(token, t)
             if event.finish_reason is None:
-                texts[row].tokens.append(token)
+                sequence.tokens.append(token)
             else:
-                self._end(texts[row])
+                self._remove(sequence)
             deliver(event)
 
-    def _break_off(self, sequence: scheduler.Sequence, error: RequestError) -> None:
-        owners = self._owners[sequence]
-        self._end(sequence)
-        for request, deliver in owners:
-            request.trace.t_end, request.trace.status = now(), "error"
+    # --- endings --------------------------------------------------------------------------
+
+    def _fail(self, sequence: SequenceState, error: RequestError) -> None:
+        self._remove(sequence)
+        for request, deliver in sequence.samples:
+            request.abandon("error", now())
             deliver(error)
 
-    def _end(self, sequence: scheduler.Sequence) -> None:
-        for request, _ in self._owners.pop(sequence):
-            request.trace.preemptions = sequence.preemptions
+    def _drop(self, is_meant: Callable[[Sample], bool]) -> None:
+        for sequence in list(self._sequences()):
+            dropped = [sample for sample in sequence.samples if is_meant(sample)]
+            if len(dropped) == sequence.n_samples:
+                self._remove(sequence)
+            else:  # its prompt is not computed yet, and other samples want it too
+                sequence.samples = [sample for sample in sequence.samples if not is_meant(sample)]
+            for request, deliver in dropped:
+                request.abandon("cancelled", now())
+                deliver(RequestCancelled())
+
+    def _remove(self, sequence: SequenceState) -> None:
         self.scheduler.remove(sequence)
+        for sample in sequence.samples:
+            sample.request.trace.preemptions = sequence.preemptions
 
-    def _note_starts(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            for request, _ in self._owners[chunk.sequence]:
-                if request.trace.t_start is None:
-                    request.trace.t_start = now()
-                    request.trace.cached_tokens = chunk.sequence.found_tokens
+    def _sequences(self) -> Iterator[SequenceState]:
+        yield from self.scheduler.running
+        yield from self.scheduler.waiting
 
-    # --- for many callers -----------------------------------------------------------------
+    def _do(self, *jobs: Callable[[], None]) -> None:
+        """Do these jobs at once, or leave them to the thread that is running a step.
 
-    @contextmanager
-    def _one_at_a_time(self) -> Generator[None, None, None]:
-        """For one thread at a time; whoever was cancelled meanwhile goes when it ends."""
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._drop_cancelled()
-
-    def _drop_cancelled(self) -> None:
-        """Take out who was cancelled, unless a step is being run: whoever runs it comes here after it.
-
-        It can be this very thread: a stream that nobody holds any more is closed in the middle of anything.
+        It can be this very thread: a generator that nothing refers to any more is closed in the middle of anything.
         """
-        while self._cancelled and self._lock.acquire(blocking=False):
+        self._inbox.extend(jobs)
+        while self._inbox and self._lock.acquire(blocking=False):
             try:
-                while self._cancelled:
-                    self._drop(self._cancelled.popleft())
+                self._empty_inbox()
             finally:
                 self._lock.release()
 
-    def _drop(self, request: Request) -> None:
-        for sequence, owners in self._owners.items():
-            if any(owner is request for owner, _ in owners):
-                if len(owners) == 1:
-                    self._end(sequence)
-                else:  # its prompt is not computed yet, and others want it too
-                    self._owners[sequence] = [pair for pair in owners if pair[0] is not request]
-                    sequence.width -= 1
-                return
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
 
-    def _under_way(self, requests: Sequence[Request]) -> bool:
-        with self._one_at_a_time():  # not between the end of one and the event that says so
-            return any(request.trace.t_end is None for request in requests)
+    # --- for many callers -----------------------------------------------------------------
 
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Queue a prompt from an event loop; see :class:`nanoinfer.engines.async_engine.Front`, which this starts."""
-        if (front := self.front) is None:
-            with self._one_at_a_time():
-                front = self.front = self.front or Front(self)
-        return await front.submit(prompt, params)
+        """Queue a prompt from an event loop; see :meth:`AsyncEngine.submit`. Begins with a thread that steps."""
+        if self._async is None:
+            self._async = AsyncEngine(self)
+        return await self._async.submit(prompt, params)
 
     def close(self) -> None:
         """Stop the thread that :meth:`submit` started, if any; what is under way ends as cancelled."""
-        front, self.front = self.front, None
-        if front is not None:
-            front.close()
+        running, self._async = self._async, None
+        if running is not None:
+            running.close()
 
     def _affordable_tokens(self, max_running: int, block_size: int) -> int:
-        a_token = 2 * self.config.n_layers * self.config.n_kv_heads * self.config.d_head * self.dtype.itemsize
         if self.device.type == "cuda":
             most = torch.cuda.mem_get_info(self.device)[0] // 2
         else:
             most = min(psutil.virtual_memory().available // 4, 2**30)
-        return min(most // a_token, max_running * -(-self.config.context // block_size) * block_size)
-
-
-def _most_held(request: Request) -> int:
-    """Tokens that the cache holds for a request at its end: the last token is never fed."""
-    return len(request.prompt_ids) + max(request.limit, 1) - 1
+        per_token = kv_bytes_per_token(self.config, str(self.dtype).removeprefix("torch."))
+        return min(most // per_token, max_running * -(-self.config.context // block_size) * block_size)

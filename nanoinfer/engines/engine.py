@@ -1,24 +1,46 @@
 """What every engine shares: prompts in, a stream of events out, a trace for each request.
 
-An engine is its :meth:`Engine.run`: what it does, step by step, until its requests have ended.
+An engine is its :meth:`Engine.run`: what it does, step by step, until its requests have ended. :class:`StaticEngine`
+is the loop of those that keep one batch together from its first step to its last.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from nanoinfer.engines.request import Completion, Event, Request, check_prompt
+import torch
+from torch import Tensor
+
+from nanoinfer.engines.request import Completion, Event, Request, TokenLogprob, check_prompt
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.sample import sample, top_logprobs
 
 Prompt = str | Sequence[int]
+#: One prompt or several, as a user may give them; and their settings: one for all, one each, or None for the defaults.
+Prompts = Prompt | Sequence[Prompt]
+Settings = SamplingParams | Sequence[SamplingParams] | None
+#: Logits ``[R, V]`` for the next token of each of R running requests, in their order.
+Forward = Callable[[list[Request]], Tensor]
+
+
+class NonFiniteLogits(RequestError):
+    """Logits from which no token can be chosen; ``rows`` says where."""
+
+    def __init__(self, rows: list[int], dtype: torch.dtype) -> None:
+        super().__init__(
+            f"the model's logits are not finite (in {str(dtype).removeprefix('torch.')}): "
+            "its weights are damaged, or its numbers too large for the dtype; take bfloat16 or float32"
+        )
+        self.rows = rows
 
 
 class Engine(ABC):
@@ -34,71 +56,74 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
-        """Work on the requests, each of which asks for a token at least, and yield events until all have ended."""
+        """Work on the requests, each of which is to get a token at least, and yield events until all have ended."""
 
     def refuse(self, request: Request) -> None:
         """Raise :class:`RequestError` for what this engine can never serve; called before any work."""
         del request  # most engines serve whatever passed the common checks
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Generation:
+    def stream(self, prompts: Prompts, params: Settings = None) -> Generation:
         """Generate step by step: iterate over :class:`Event`; ``completions`` when it is exhausted.
 
         Args:
             prompts: one text, one list of token ids, or a list of those.
             params: one for all, or one each; None is greedy with the defaults. A prompt with ``n`` above 1
-                has ``n`` results, one behind the other.
+                has ``n`` results, one after the other.
 
         Raises:
             RequestError: before any work, for a prompt or setting that cannot be served.
         """
         return Generation(self, self.admit(prompts, params))
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: Settings = None) -> list[Completion]:
         """Generate to the end. Arguments and errors as in :meth:`stream`; results in the order of the prompts."""
         generation = self.stream(prompts, params)
         for _ in generation:
             pass
         return generation.completions
 
-    def admit(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+    def admit(self, prompts: Prompts, params: Settings) -> list[Request]:
+        """The requests of some prompts, checked. Arguments and errors as in :meth:`stream`."""
         scheduled = now()
-        many = _as_list(prompts)
+        prompt_list = _as_list(prompts)
         params = SamplingParams() if params is None else params
-        settings: list[Any] = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(settings) != len(many):
-            raise RequestError(f"{len(many)} prompts but {len(settings)} SamplingParams: give one for all, or one each")
+        settings: list[Any] = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
+        if len(settings) != len(prompt_list):
+            raise RequestError(
+                f"{len(prompt_list)} prompts but {len(settings)} SamplingParams: give one for all, or one each"
+            )
         if odd := [setting for setting in settings if not isinstance(setting, SamplingParams)]:
             raise RequestError(f"settings are given as SamplingParams(...), not as {type(odd[0]).__name__}")
         requests: list[Request] = []
-        for prompt, setting in zip(many, settings, strict=True):
+        context = self.config.context
+        for prompt, setting in zip(prompt_list, settings, strict=True):
             ids = self.encode(prompt)
             if setting.stop and self.tokenizer is None:
                 raise RequestError(f"stop strings need a tokenizer, and {self.loaded.name} has none; use stop_ids")
-            check_prompt(ids, setting, self.config.context, self.config.vocab_size)
-            for sample in range(setting.n):
+            check_prompt(ids, setting, context, self.config.vocab_size)
+            for number in range(setting.n):
                 trace = Trace(t_scheduled=scheduled, t_sent=scheduled, prompt_tokens=len(ids))
-                # Samples of one prompt roll dice of their own.
-                own = setting if setting.seed is None else replace(setting, seed=_plus(setting.seed, sample))
-                requests.append(
-                    Request(
-                        len(requests), ids, own, self.tokenizer, self.loaded.eos_ids, self.config.context, trace, sample
-                    )
+                seed = None if setting.seed is None else _seed_of_sample(setting.seed, number)
+                request = Request(
+                    len(requests),
+                    ids,
+                    replace(setting, seed=seed),
+                    self.tokenizer,
+                    self.loaded.eos_ids,
+                    context,
+                    trace,
+                    number,
                 )
-                self.refuse(requests[-1])
+                self.refuse(request)
+                requests.append(request)
         return requests
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a text gets the begin-of-sequence id that its tokenizer adds."""
         if not isinstance(prompt, str):
-            given: Any = prompt
+            items: Any = prompt
             try:
-                return [operator.index(i) for i in given]
+                return [operator.index(i) for i in items]
             except TypeError:
                 raise RequestError("a prompt is a text or a list of whole numbers, the token ids") from None
         if self.tokenizer is None:
@@ -107,16 +132,28 @@ class Engine(ABC):
             raise RequestError("the prompt is empty; give some text")
         return self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
 
+    def choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        """One token for each request, from its row of logits ``[R, V]``; with its log-probability if that is wanted.
+
+        Raises:
+            NonFiniteLogits: before any token is drawn.
+        """
+        check_finite(logits)
+        tokens = sample(logits, [r.sampler for r in requests])
+        note_logprobs(logits, tokens, requests)
+        return tokens.tolist()  # waits for the device
+
 
 class Generation(Iterator[Event]):
     """One call of an engine, under way: an iterator of events that owns its requests.
 
-    Left before its end, it is closed as soon as nobody holds it, and the requests end as cancelled.
+    Once nothing refers to it, it is closed at once, and requests that have not ended are cancelled.
     """
 
     def __init__(self, engine: Engine, requests: list[Request]) -> None:
         self.requests = requests
-        self._events = _run(engine, requests)  # does not hold this object, or only the collector would close it
+        # Does not refer to this object: a circle would wait for the garbage collector.
+        self._events = _run(engine, requests)
 
     def __next__(self) -> Event:
         return next(self._events)
@@ -124,7 +161,8 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Stop now; unfinished requests end as cancelled."""
         self._events.close()
-        _abandon(self.requests, "cancelled")
+        for request in self.requests:
+            request.abandon("cancelled", now())
 
     @property
     def completions(self) -> list[Completion]:
@@ -137,33 +175,74 @@ def _run(engine: Engine, requests: list[Request]) -> Generator[Event, None, None
         for request in requests:
             if request.limit == 0:
                 yield request.finish_empty(now())
-        if wanted := [r for r in requests if r.finish_reason is None]:
-            yield from engine.run(wanted)
+        if unfinished := [r for r in requests if r.finish_reason is None]:
+            yield from engine.run(unfinished)
     except BaseException as error:
-        _abandon(requests, "cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error")
+        for request in requests:
+            request.abandon("cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error", now())
         raise
 
 
-def _abandon(requests: list[Request], status: Literal["cancelled", "error"]) -> None:
-    for request in requests:
-        if request.trace.t_end is None:
-            request.trace.t_end, request.trace.status = now(), status
+class StaticEngine(Engine):
+    """One batch at a time: no request joins it, and it lasts as long as its longest row."""
+
+    @abstractmethod
+    def start(self, requests: list[Request]) -> Forward:
+        """Prepare for one batch; return the function that each step calls with the running requests."""
+
+    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
+        """Logits of the running rows, one token each, their events; until all have ended."""
+        forward: Forward | None = None
+        while running := [r for r in requests if r.finish_reason is None]:
+            with torch.inference_mode():
+                forward = forward or self.start(running)
+                token_ids = self.choose(forward(running), running)
+            t = now()
+            for request, token_id in zip(running, token_ids, strict=True):
+                yield request.accept(token_id, t)
 
 
-def _plus(seed: int, sample: int) -> int:
+# --- tokens from logits ---------------------------------------------------------------
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raise :class:`NonFiniteLogits` where the largest of a row of ``[R, V]`` is no finite number."""
+    on_cpu = logits.device.type == "cpu"  # there NumPy does it, without waking a thread team
+    largest = (logits.float().numpy().max(axis=-1) if on_cpu else logits.amax(dim=-1)).tolist()
+    if rows := [row for row, value in enumerate(largest) if not math.isfinite(value)]:
+        raise NonFiniteLogits(rows, logits.dtype)
+
+
+def note_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request]) -> None:
+    """Keep the log-probabilities for those requests whose settings ask for them."""
+    rows = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
+    if not rows:
+        return
+    index = torch.tensor(rows, device=logits.device)
+    count = max(requests[row].params.logprobs or 0 for row in rows)
+    chosen, best, ids = (t.tolist() for t in top_logprobs(logits[index], tokens[index], count))
+    for n, row in enumerate(rows):
+        top = list(zip(ids[n], best[n], strict=True))[: requests[row].params.logprobs]
+        requests[row].logprobs.append(TokenLogprob(int(tokens[row]), chosen[n], tuple(top)))
+
+
+# --- prompts --------------------------------------------------------------------------
+
+
+def _seed_of_sample(seed: int, sample: int) -> int:
     """The seed of a prompt's n-th sample, within 64 bits."""
     return (seed + sample + 2**63) % 2**64 - 2**63
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompts) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    given: Any = prompts
-    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
-        raise RequestError(f"a prompt is a text or a list of token ids, not {type(given).__name__}")
+    anything: Any = prompts
+    if isinstance(anything, bytes | Mapping) or not isinstance(anything, Iterable):
+        raise RequestError(f"a prompt is a text or a list of token ids, not {type(anything).__name__}")
     # Arrays and tensors, of any number of dimensions and in any mixture, as lists.
-    items: list[Any] = [item.tolist() if hasattr(item, "tolist") else item for item in given]
+    items: list[Any] = [item.tolist() if hasattr(item, "tolist") else item for item in anything]
     if any(isinstance(item, bytes) for item in items):
         raise RequestError("a prompt is a text or a list of token ids, not bytes; decode them first")
     if not items:

@@ -1,29 +1,62 @@
-"""From names to a ready engine."""
+"""From names to a ready engine; with ``engine="auto"`` the continuous one with the optimizations fastest here.
+
+What is fastest is not known beforehand, so it is tried: each candidate answers a short request a few times, in turn.
+The answer is kept in the user's cache until model, library, PyTorch or machine change, and said on standard error.
+Only candidates that compute in the model's own dtype take part: one that costs quality has to be given by name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from nanoinfer.engines.auto import quickest
+from nanoinfer import cache, engines, models, optimize
 from nanoinfer.engines.batched import BatchedEngine
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.speculative import SpeculativeEngine
-from nanoinfer.errors import RequestError, nearest
+from nanoinfer.errors import DeviceError, RequestError, nearest
+from nanoinfer.log import say
+from nanoinfer.measure.clock import now
+from nanoinfer.measure.environment import machine_key
 from nanoinfer.models.registry import LoadedModel, load_model
+from nanoinfer.optimize.options import Optimizations
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.store import cache_file, cached
 
 ENGINES: dict[str, type[Engine]] = {
     engine.name: engine for engine in (NaiveEngine, CachedEngine, BatchedEngine, ContinuousEngine, SpeculativeEngine)
 }
+
+PLAIN = Optimizations()
+PROMPTS = Optimizations(fuse=True, pack=True)  # products as large and as few as they can be
+CANDIDATES: dict[str, dict[str, Optimizations]] = {
+    "cpu": {
+        "plain": PLAIN,
+        "packed": PROMPTS,
+        "kernel": Optimizations(kernel=True),
+        "kernel, packed for prompts": Optimizations(kernel=True, fuse=True, pack=True),
+    },
+    "cuda": {
+        "plain": PLAIN,
+        "fused": Optimizations(fuse=True),
+        "graphs": Optimizations(fuse=True, graphs=True),
+        "compiled, graphs": Optimizations(fuse=True, compiled=True, graphs=True),
+    },
+}
+ROUNDS, PROMPT_TOKENS, NEW_TOKENS = 4, 64, 32
+MAX_SECONDS = 20.0  # no further round is begun after this
 
 
 def load(
@@ -40,8 +73,8 @@ def load(
     Args:
         model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
             model that is loaded already, which is then shared (device, dtype and seed are its own).
-        engine: ``naive``, ``cached``, ``batched``, ``continuous``, ``speculative``, or ``auto``: continuous, at the
-            speed that a short trial finds best on this machine.
+        engine: ``naive``, ``cached``, ``batched``, ``continuous``, ``speculative``, or ``auto``: continuous, with the
+            optimizations that a short trial finds fastest on this machine.
         device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         seed: of the weights, for ``random:`` models.
@@ -60,30 +93,80 @@ def load(
             raise RequestError(
                 f"engine '{engine}' has no option '{option}'; {nearest(option, known) if known else 'it has none'}"
             )
+    result: Future[Engine] = Future()
 
-    def made() -> Engine:
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype, seed=seed)
-        if is_auto:
-            options["speed"] = quickest(loaded)
-        return ENGINES[engine](loaded, **options)
-
-    return _elsewhere(made)
-
-
-def _elsewhere(make: Callable[[], Engine]) -> Engine:
-    """Made by a thread that then ends.
-
-    A thread that has computed keeps a team of OpenMP's for the next time, and with more threads in teams than there are
-    cores, all of them are put to sleep early: a step by another thread, as :meth:`ContinuousEngine.submit` has, would
-    take several times as long. Ctrl-C is not held up: nobody waits for the thread then.
-    """
-    done: Future[Engine] = Future()
-
-    def work() -> None:
+    def make() -> None:
         try:
-            done.set_result(make())
+            loaded = (
+                model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype, seed=seed)
+            )
+            speed = {"speed": fastest(loaded)} if is_auto else {}
+            result.set_result(ENGINES[engine](loaded, **options, **speed))
         except BaseException as error:
-            done.set_exception(error)
+            result.set_exception(error)
 
-    threading.Thread(target=work, name="nanoinfer-load", daemon=True).start()
-    return done.result()
+    # In a thread that then ends: one that has computed keeps its OpenMP team, and with more threads in teams than cores
+    # the thread that later runs the steps is several times slower. A daemon, so that Ctrl-C does not wait for it.
+    threading.Thread(target=make, name="nanoinfer-load", daemon=True).start()
+    return result.result()
+
+
+# --- auto -----------------------------------------------------------------------------
+
+
+def fastest(loaded: LoadedModel) -> Optimizations:
+    """The candidate that answers fastest, tried once and then remembered."""
+
+    def measure() -> Optimizations:
+        seconds = trial(loaded)
+        best = min(seconds, key=lambda name: seconds[name])
+        times = ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items())
+        say(f"nanoinfer: {PROMPT_TOKENS} + {NEW_TOKENS} tokens of {loaded.name} take {times}: taking '{best}'")
+        return candidates(loaded)[best]
+
+    weight = next(loaded.model.parameters())
+    code = (Path(package.__path__[0]) for package in (optimize, engines, cache, models))
+    path = cache_file("auto", [loaded.source, weight.dtype, weight.device, *machine_key()], code)
+    return cached(
+        path, measure, lambda text: Optimizations(**json.loads(text)), lambda speed: json.dumps(asdict(speed))
+    )
+
+
+def candidates(loaded: LoadedModel) -> dict[str, Optimizations]:
+    """What there is to try on this model's device, by name."""
+    device = next(loaded.model.parameters()).device.type
+    return CANDIDATES.get(device, {"plain": PLAIN})
+
+
+def trial(loaded: LoadedModel) -> dict[str, float]:
+    """Seconds of a short request by each candidate that this machine can run; the best of the rounds."""
+    length = min(PROMPT_TOKENS, loaded.model.config.context // 2)
+    prompt, params = [[1] * length], SamplingParams(max_tokens=min(NEW_TOKENS, length), ignore_eos=True)
+    tokens, tried = 2 * (length + params.max_tokens), {}
+    for name, speed in candidates(loaded).items():
+        if has_memory(loaded, speed):
+            with contextlib.suppress(DeviceError):
+                tried[name] = ContinuousEngine(
+                    loaded, max_running=1, cache_tokens=tokens, share_prefixes=False, speed=speed
+                )
+    seconds: dict[str, list[float]] = {name: [] for name in tried}
+    started = now()
+    for round_ in range(ROUNDS):
+        for name, engine in tried.items():
+            before = now()
+            engine.generate(prompt, params)
+            seconds[name].append(now() - before)
+        if round_ and now() - started > MAX_SECONDS:
+            break
+    return {name: min(times[1:]) for name, times in seconds.items()}
+
+
+def has_memory(loaded: LoadedModel, speed: Optimizations) -> bool:
+    """Whether the copies of the weights that these optimizations make fit next to the model."""
+    copies = speed.kernel + (speed.fuse or speed.pack)
+    weight = next(loaded.model.parameters())
+    if weight.device.type == "cuda":
+        free = torch.cuda.mem_get_info(weight.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    return copies * sum(p.nbytes for p in loaded.model.parameters()) < free // 2

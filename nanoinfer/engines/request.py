@@ -1,4 +1,4 @@
-"""One request: what was asked, what has been generated, when it ends."""
+"""One request: its prompt and settings, what has been generated so far, and when it ends."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from nanoinfer.text.stopping import StopChecker
 from nanoinfer.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length"]
+
+
+class RequestCancelled(RequestError):
+    """The request was cancelled by its reader, or by the engine's closing."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled, or its engine closed, before it had ended")
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,17 @@ class Event:
     time: float
 
 
-#: Takes a request's events, or the error that ended it.
+#: Receives a request's events, or the error that ended it. Each request has exactly one last item.
 Deliver = Callable[[Event | RequestError], None]
 
 
-def checked(item: Event | RequestError) -> Event:
-    """The event, or its error raised."""
+def is_last(item: Event | RequestError) -> bool:
+    """Whether nothing follows this item of its request."""
+    return isinstance(item, RequestError) or item.finish_reason is not None
+
+
+def unwrap(item: Event | RequestError) -> Event:
+    """Return an event, raise an error."""
     if isinstance(item, RequestError):
         raise item
     return item
@@ -112,6 +124,11 @@ class Request:
             return self.params.max_tokens
         return min(self.params.max_tokens, self.context - len(self.prompt_ids))
 
+    @property
+    def kv_limit(self) -> int:
+        """Most tokens that a cache has to hold for it: the last token is never fed."""
+        return len(self.prompt_ids) + max(self.limit, 1) - 1
+
     def accept(self, token_id: int, now: float) -> Event:
         """Take one sampled token: note its time, make its text, decide whether the request ends."""
         self.generated.append(token_id)
@@ -126,8 +143,13 @@ class Request:
         return Event(self.index, token_id, delta, None, now)
 
     def finish_empty(self, now: float) -> Event:
-        """End a request that asked for no token at all."""
+        """End a request whose limit is no token at all."""
         return self._finish("length", None, "", now)
+
+    def abandon(self, status: Literal["cancelled", "error"], now: float) -> None:
+        """Note that it ends without a result; one that has ended keeps its status."""
+        if self.trace.t_end is None:
+            self.trace.t_end, self.trace.status = now, status
 
     def _finish(self, reason: FinishReason, token_id: int | None, delta: str, now: float) -> Event:
         if self._detokenizer is not None:
@@ -151,7 +173,7 @@ class Request:
         )
 
 
-def by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
+def group_by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
     """The samples of each prompt together."""
     groups: list[list[Request]] = []
     for request in requests:

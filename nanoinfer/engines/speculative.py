@@ -2,37 +2,197 @@
 
 A decode step of one row reads every weight to make one token. A pass over a few tokens reads them once as well, and
 takes hardly longer. So a pass gets the newest token and a draft of what may follow it. Its logits say what should have
-come at each place: the draft is kept as far as it agrees, and the first token that does not is put right.
+come at each place: the draft is accepted as far as it agrees, and the first token that does not is replaced.
+
+What comes out is distributed as if nothing had been drafted. A token x was drawn from q, and should have been drawn
+from p. Accept it with probability min(1, p(x) / q(x)): so min(p, q) of every token comes out this way. What p has
+beyond that is max(p - q, 0), and a token that is not accepted is drawn again from it. A draft without randomness has
+a q of one single token. Then the rule needs no q at all: draw from p as ever, and call x accepted where it is what was
+drawn. That happens with probability p(x), and anything else follows p without x. Sources: Leviathan et al., "Fast
+Inference from Transformers via Speculative Decoding" (2023); Chen et al., "Accelerating Large Language Model Decoding
+with Speculative Sampling" (2023).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockTable
+from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.cache.paged import NewTokens, PagedCache
-from nanoinfer.engines.acceptance import judge
-from nanoinfer.engines.choose import not_finite, note_logprobs
-from nanoinfer.engines.drafts import Draft, Drafter, ModelDraft, PromptLookup, ahead
-from nanoinfer.engines.engine import Engine
+from nanoinfer.engines.engine import Engine, check_finite, note_logprobs
 from nanoinfer.engines.request import Event, Request
-from nanoinfer.errors import DeviceError, RequestError
+from nanoinfer.errors import DeviceError, RequestError, check
 from nanoinfer.measure.clock import now
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.apply import apply_optimizations
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.options import Optimizations
-from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample
+from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample, sample_inverse_cdf, uniform_draws
 
 LOOKUP = "prompt-lookup"
 BLOCK_SIZE = 8
-PLAIN = Optimizations()
+MAX_NGRAM = 3  # tokens at the end of the text that are looked up
+
+
+# --- drafts: guesses at the next tokens that cost less than the tokens themselves -------
+
+
+class Draft(NamedTuple):
+    """Tokens that may come next, and what each was drawn from, ``[V]``; None where nothing was drawn at random."""
+
+    tokens: list[int]
+    probs: list[Tensor] | None = None
+
+
+class Drafter(Protocol):
+    """Guesses for one text, from its first token to its last."""
+
+    def propose(self, state: SamplerState, n: int) -> Draft:
+        """At most ``n`` tokens to follow the text; what is drawn at random comes from the state's own generator.
+
+        From one call to the next the text grows by the accepted tokens of the draft, and one token more.
+        """
+
+
+def fork_state(state: SamplerState) -> SamplerState:
+    """The same settings and the same random generator, with a history that can run ahead of the text's."""
+    fork = copy.copy(state)
+    fork.generated = list(state.generated)
+    return fork
+
+
+class PromptLookup:
+    """What followed the last time the text was where it is now: nothing to compute, nothing to load.
+
+    The longest end of the text, up to three tokens, that occurs elsewhere in it decides; of several occurrences, the
+    latest. A copy that reaches the end of the text goes on in what it has copied, as in LZ77: so a loop is drafted
+    at full length. Source: Saxena, "Prompt Lookup Decoding" (2023).
+    """
+
+    def __init__(self) -> None:
+        self.next_index: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its latest occurrence
+        self.indexed_to = 1  # n-grams that end before this index are in it
+
+    def propose(self, state: SamplerState, n: int) -> Draft:
+        """See :class:`Drafter`; nothing where not even the last token occurred before."""
+        text = [*state.prompt_ids, *state.generated]
+        length = len(text)
+        for end in range(self.indexed_to, length):  # not those that end the text: what follows them is not known
+            for size in range(1, min(MAX_NGRAM, end) + 1):
+                self.next_index[tuple(text[end - size : end])] = end
+        self.indexed_to = length
+        for size in range(MAX_NGRAM, 0, -1):
+            if (start := self.next_index.get(tuple(text[-size:]))) is not None:
+                for i in range(n):
+                    text.append(text[start + i])
+                break
+        return Draft(text[length:])
+
+
+class ModelDraft:
+    """A smaller model's own continuation: its best tokens where the request is greedy, else tokens that it draws.
+
+    Args:
+        model: of the same vocabulary, on the same device.
+        capacity: tokens that the text can grow to. Where the model's own context ends, so do its drafts.
+    """
+
+    def __init__(self, model: GPT2 | Llama, capacity: int) -> None:
+        weight = next(model.parameters())
+        self.model, self.device = model, weight.device
+        longest = min(capacity, model.config.context)
+        self.cache = ContiguousCache(model.config, 1, longest, weight.device, weight.dtype)
+
+    @torch.inference_mode()
+    def propose(self, state: SamplerState, n: int) -> Draft:
+        """See :class:`Drafter`. Raises :class:`RequestError` where the model's logits are not finite."""
+        text, fork = [*state.prompt_ids, *state.generated], fork_state(state)
+        # All tokens before the newest one were accepted. What was fed after them is overwritten.
+        self.cache.length = min(self.cache.length, len(text) - 1)
+        is_greedy, tokens, probs = state.params.temperature == 0, list[int](), list[Tensor]()
+        for _ in range(min(n, self.cache.capacity + 1 - len(text))):  # the last token drafted is never fed
+            logits = self._next_logits([*text, *tokens])
+            if is_greedy:
+                token = int(sample(logits, [fork]))
+            else:
+                q = distribution(penalise(logits.float(), [fork]), [state.params])
+                token = int(sample_inverse_cdf(q, uniform_draws([fork], q.device)))
+                probs.append(q[0])
+            tokens.append(token)
+            fork.generated.append(token)
+        return Draft(tokens, None if is_greedy else probs)
+
+    def _next_logits(self, text: list[int]) -> Tensor:
+        """Feed what is not in the cache yet; ``[1, V]`` logits of what follows."""
+        start = self.cache.length
+        positions = torch.arange(start, len(text), device=self.device)[None]
+        logits = self.model(torch.tensor([text[start:]], device=self.device), positions, self.cache, last_only=True)[0]
+        if not torch.isfinite(logits.amax()):
+            raise RequestError("the draft model's logits are not finite; take another draft, or dtype float32")
+        return logits  # type: ignore[no-any-return]
+
+
+# --- which tokens of a draft are accepted -----------------------------------------------
+
+
+def verify_draft(logits: Tensor, draft: Draft, state: SamplerState) -> list[int]:
+    """The draft as far as it is accepted, and the token after that: 1 to n + 1 of them.
+
+    Args:
+        logits: of the model, ``[n + 1, V]``: before each of the draft's ``n`` tokens, and after the last one.
+        state: of the request; its random numbers are drawn, its history is left alone.
+
+    Raises:
+        NonFiniteLogits: before anything is drawn.
+    """
+    check_finite(logits)
+    fork, tokens = fork_state(state), list[int]()
+    for row in range(len(logits)):
+        if draft.probs is None or row == len(draft.tokens):
+            token = int(sample(logits[row : row + 1], [fork]))
+        else:
+            p = distribution(penalise(logits[row : row + 1].float(), [fork]), [state.params])[0]
+            token = accept_or_resample(p, draft.probs[row], draft.tokens[row], state.draw(), state.draw())
+        tokens.append(token)
+        fork.generated.append(token)
+        if draft.tokens[row : row + 1] != [token]:
+            break
+    return tokens
+
+
+def accept_or_resample(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
+    """The token for a place at which ``token`` was drafted: itself if it is accepted, or another one.
+
+    Args:
+        p: what the token should be drawn from, ``[V]``, its sum 1.
+        q: what it was drawn from, ``[V]``, its sum 1.
+        token: an id with ``q[token] > 0``.
+        u, v: independent uniform numbers in [0, 1): to accept it or not, and to draw another.
+    """
+    if u * float(q[token]) < float(p[token]):
+        return token
+    draw = torch.tensor([[v]], dtype=torch.float64, device=p.device)
+    return int(sample_inverse_cdf(residual_distribution(p, q)[None], draw))
+
+
+def residual_distribution(p: Tensor, q: Tensor) -> Tensor:
+    """What is drawn from where a token was not accepted: ``max(p - q, 0)``, its sum brought to 1; all are ``[V]``."""
+    residual = (p - q).clamp_(min=0)
+    total = residual.sum()
+    # p and q can be equal but for their rounding, and q nowhere the smaller: then either will do.
+    return residual / total if total > 0 else p
+
+
+# --- the engine ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -60,33 +220,31 @@ class Speculation:
         return (self.passes + self.accepted) / max(1, self.passes)
 
 
-class Text:
-    """One request under way: its keys and values in a cache of its own, and whoever drafts for it."""
+class SpeculativeRequest:
+    """One request under way: its keys and values in a cache of its own, and what drafts for it."""
 
     def __init__(self, engine: SpeculativeEngine, request: Request) -> None:
         self.request = request
-        most = len(request.prompt_ids) + request.limit - 1  # the last token is never fed
-        n_blocks = -(-most // BLOCK_SIZE)
+        n_blocks = -(-request.kv_limit // BLOCK_SIZE)
         self.cache = PagedCache(engine.config, n_blocks, BLOCK_SIZE, engine.device, engine.dtype)
         self.table = BlockTable(list(range(n_blocks)))
-        self.drafter: Drafter = PromptLookup() if engine.draft is None else ModelDraft(engine.draft.model, most)
+        draft = engine.draft
+        self.drafter: Drafter = PromptLookup() if draft is None else ModelDraft(draft.model, request.kv_limit)
 
 
 class SpeculativeEngine(Engine):
     """Drafts, checked a pass at a time. The output is that of the model alone, whatever the draft is worth.
 
     Greedy requests get the tokens that any engine gives them, and so do seeded ones while drafts are looked up. Where
-    a draft model rolls dice of its own, tokens follow the same distribution (:mod:`nanoinfer.engines.acceptance`).
+    a draft model draws tokens itself, they follow the same distribution.
 
     Requests are served one after another. It pays where a pass's time is the reading of weights: with many rows the
-    products are busy without drafts, and what is not kept is work lost. The tokens of a pass come at one moment,
+    products are busy without drafts, and what is not accepted is work lost. The tokens of a pass come at one moment,
     and traces say so: inter-token latency is zeros and whole passes. ``speculation`` counts the last run, so far.
 
     Args:
-        loaded: the model.
         draft: ``prompt-lookup``, or a model of the same vocabulary: by name, or loaded already.
         n_draft: tokens drafted for a pass at most.
-        speed: what passes may use beside the plain model.
 
     Raises:
         RequestError: another vocabulary, an ``n_draft`` below 1, or a speed that passes cannot use.
@@ -96,22 +254,26 @@ class SpeculativeEngine(Engine):
     name = "speculative"
 
     def __init__(
-        self, loaded: LoadedModel, *, draft: str | LoadedModel = LOOKUP, n_draft: int = 4, speed: Optimizations = PLAIN
+        self,
+        loaded: LoadedModel,
+        *,
+        draft: str | LoadedModel = LOOKUP,
+        n_draft: int = 4,
+        speed: Optimizations | None = None,
     ) -> None:
-        given: Any = n_draft
-        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-            raise RequestError(f"n_draft must be a whole number of at least 1, got {n_draft!r}")
+        speed = speed or Optimizations()
+        check("n_draft", n_draft, at_least=1, whole=True)
         if speed.graphs:
             raise RequestError("the speculative engine's passes differ in size and are not recorded: leave graphs off")
         super().__init__(loaded)
         self.n_draft = int(n_draft)
-        self.draft = None if draft == LOOKUP else self._fitting(draft)
+        self.draft = None if draft == LOOKUP else self._load_draft(draft)
         self.model = apply_optimizations(loaded.model, speed)
         self.kernel = DecodeKernel(loaded.model, "int8" if speed.weights else None) if speed.kernel else None
         self.speculation = Speculation()
 
-    def _fitting(self, draft: str | LoadedModel) -> LoadedModel:
-        """The draft model, loaded, if it can draft for this one."""
+    def _load_draft(self, draft: str | LoadedModel) -> LoadedModel:
+        """The draft model, if it can draft for this one."""
         if not isinstance(draft, LoadedModel):
             draft = load_model(draft, device=self.device, dtype=self.dtype)
         size, wanted = draft.model.config.vocab_size, self.config.vocab_size
@@ -137,63 +299,36 @@ class SpeculativeEngine(Engine):
 
     def _serve(self, request: Request) -> Generator[Event, None, None]:
         request.trace.t_start = now()
-        text = Text(self, request)
+        active = SpeculativeRequest(self, request)
         while request.finish_reason is None:
-            yield from self._pass(text)
+            yield from self._pass(active)
 
     @torch.inference_mode()
-    def _pass(self, text: Text) -> list[Event]:
+    def _pass(self, active: SpeculativeRequest) -> list[Event]:
         """Draft, check, deliver: one token or more."""
-        request = text.request
-        room = request.limit - len(request.generated) - 1  # beside the token that comes in any case
-        draft = text.drafter.propose(request.sampler, min(self.n_draft, room))
-        logits = self._verify(text, [*request.ids[text.table.length :], *draft.tokens], len(draft.tokens) + 1)
-        tokens = follow(logits, draft, request.sampler)
+        request = active.request
+        room = request.limit - len(request.generated) - 1  # besides the token that comes in any case
+        draft = active.drafter.propose(request.sampler, min(self.n_draft, room))
+        logits = self.score(active, [*request.ids[active.table.length :], *draft.tokens], len(draft.tokens) + 1)
+        tokens = verify_draft(logits, draft, request.sampler)
         t, events = now(), list[Event]()
         while request.finish_reason is None and len(events) < len(tokens):
             events.append(request.accept(tokens[len(events)], t))
         n = len(events)
         note_logprobs(logits[:n], torch.tensor(tokens[:n], device=logits.device), [request] * n)
-        # In the cache is now all but the newest token. What was not kept lies behind that, and is written over.
-        text.table.length = request.length - 1
+        # All but the newest token are in the cache. What was not accepted lies after them, and is overwritten.
+        active.table.length = request.length - 1
         self.speculation.passes += 1
         self.speculation.drafted += len(draft.tokens)
         self.speculation.accepted += n - 1
         return events
 
-    def _verify(self, text: Text, ids: Sequence[int], n: int) -> Tensor:
-        """Feed ``ids`` behind what is in the cache: ``[n, V]`` logits of what follows each of the last ``n``."""
-        rows = [NewTokens(text.table, len(ids))]
+    def score(self, active: SpeculativeRequest, ids: Sequence[int], n: int) -> Tensor:
+        """Feed ``ids`` after what is in the cache: ``[n, V]`` logits of what follows each of the last ``n``."""
+        rows = [NewTokens(active.table, len(ids))]
         if self.kernel is not None and len(ids) == n:  # a prompt is left to the model, as everywhere
-            text.cache.prepare(rows)
-            return self.kernel(text.cache, rows, ids)
-        step = text.cache.step(rows)
+            active.cache.prepare(rows)
+            return self.kernel(active.cache, rows, ids)
+        step = active.cache.step(rows)
         packed = self.model.hidden(torch.tensor([ids], device=self.device), step.positions, step)[0]  # [N, d]
         return self.model.head(packed[-n:])
-
-
-def follow(logits: Tensor, draft: Draft, state: SamplerState) -> list[int]:
-    """The draft as far as it is kept, and the token behind that: 1 to n + 1 of them.
-
-    Args:
-        logits: of the model, ``[n + 1, V]``: before each token of the draft, and behind the last one.
-        draft: ``n`` tokens.
-        state: of the request; its dice are rolled, its history is left alone.
-
-    Raises:
-        RequestError: logits that are not finite.
-    """
-    for error in not_finite(logits).values():
-        raise error
-    said, tokens = ahead(state), list[int]()
-    for row in range(len(logits)):
-        if draft.probs is None or row == len(draft.tokens):
-            token = int(sample(logits[row : row + 1], [said]))
-        else:
-            p = distribution(penalise(logits[row : row + 1].float(), [said]), [state.params])[0]
-            token = judge(p, draft.probs[row], draft.tokens[row], state.draw(), state.draw())
-        tokens.append(token)
-        said.generated.append(token)
-        if draft.tokens[row : row + 1] != [token]:
-            break
-    return tokens

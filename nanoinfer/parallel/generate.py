@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from nanoinfer.engines.generate_options import GenerateOptions
-from nanoinfer.engines.record import completion_record, summary_line
+from nanoinfer.engines.reply import GenerateOptions, completion_record, summary_line
 from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.log import say
 from nanoinfer.measure.trace import Trace

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.engines.cached import CachedBatch
+from nanoinfer.engines.engine import Forward
 from nanoinfer.engines.request import Request
-from nanoinfer.engines.static import Forward
 from nanoinfer.errors import check
 from nanoinfer.measure.clock import timed
 from nanoinfer.models.attention import KVCache

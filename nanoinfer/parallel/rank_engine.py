@@ -33,10 +33,10 @@ class RankEngine(CachedEngine):
         if request.params.on_full == "crop":
             raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
 
-    def choose(self, logits: Tensor, running: list[Request]) -> list[int]:
+    def choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
         """The sampling rank's tokens, on every rank: ``R`` int64 in one broadcast."""
         if self.comm.rank == self.sampling_rank:
-            ids = torch.tensor(super().choose(logits, running), device=self.device)
+            ids = torch.tensor(super().choose(logits, requests), device=self.device)
         else:
-            ids = torch.empty(len(running), dtype=torch.int64, device=self.device)
+            ids = torch.empty(len(requests), dtype=torch.int64, device=self.device)
         return self.comm.broadcast(ids, self.sampling_rank).tolist()

@@ -89,7 +89,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         prompts = [await service.cut(prompt) for prompt in body.prompt]
         params = [body.params(service.room(ids, body.max_tokens), body.logprobs) for ids in prompts]
         form = CompletionForm(service.name, int(time.time()), service.engine.tokenizer, body.echo)
-        return await _answered(service.start(prompts, params), form, body, request)
+        return await _answered(await service.start(prompts, params), form, body, request)
 
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -99,7 +99,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         ids = await service.cut_chat([message.as_dict() for message in body.messages])
         params = body.params(service.room(ids, body.limit), (body.top_logprobs or 0) if body.logprobs else None)
         form = ChatForm(service.name, int(time.time()), service.engine.tokenizer)
-        return await _answered(service.start([ids], [params]), form, body, request)
+        return await _answered(await service.start([ids], [params]), form, body, request)
 
     return app
 

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from nanoinfer.engines.async_engine import Busy
+from nanoinfer.engines.async_engine import QueueFull
 from nanoinfer.errors import NanoinferError, RequestError, TokenizerError
 
 RETRY_S = 1  # a place is free again when somebody ends, and somebody ends often
@@ -50,7 +50,7 @@ def of(error: Exception) -> Problem:
     """What a client is told of an error; of one that is ours no more than that it is."""
     if isinstance(error, Problem):
         return error
-    if isinstance(error, Busy):
+    if isinstance(error, QueueFull):
         return Problem(429, str(error), code="rate_limit_exceeded")
     if isinstance(error, RequestError | TokenizerError):
         return Problem(400, str(error))

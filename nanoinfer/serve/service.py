@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from nanoinfer.engines.async_engine import Front, Stream
+from nanoinfer.engines.async_engine import AsyncEngine, Stream
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.request import Event, Request
 from nanoinfer.sampling.params import SamplingParams
@@ -47,7 +47,7 @@ class Service:
         self.engine, self.name, self.limits = engine, name, limits
         self.created = int(time.time())
         self.figures = Figures(engine)
-        self.front = engine.front = Front(engine, limits.outstanding)
+        self.async_engine = AsyncEngine(engine, limits.outstanding)
 
     def check_model(self, asked: str | None) -> None:
         """Raises :class:`Problem` for a model that is not the one here."""
@@ -93,17 +93,17 @@ class Service:
         if prompts * n > self.limits.choices:
             raise Problem(400, f"{prompts} prompts times n = {n} is more than {self.limits.choices} choices", "n")
 
-    def start(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Answer:
+    async def start(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Answer:
         """Queue the prompts of one request.
 
         Raises:
             RequestError: what can never be served.
-            Busy: no place is free.
+            QueueFull: no place is free.
         """
         streams: list[Stream] = []
         try:
             for prompt, own in zip(prompts, params, strict=True):
-                streams.append(self.front.submit_nowait(prompt, own))
+                streams.append(await self.async_engine.submit(prompt, own, wait=False))
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -112,7 +112,7 @@ class Service:
 
     def close(self) -> None:
         """Stop the engine; what is under way ends as cancelled."""
-        self.engine.close()
+        self.async_engine.close()
 
 
 class Answer:

@@ -13,31 +13,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.scheduler import Plan, Scheduler
-from nanoinfer.engines.scheduler import Sequence as Text
+from nanoinfer.engines.scheduler import Scheduler, StepPlan
+from nanoinfer.engines.scheduler import SequenceState as Text
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.theory.roofline import Machine, StepTimes
 from nanoinfer.workload.items import WorkItem
 
 
-def step_seconds(config: ModelConfig, machine: Machine) -> Callable[[Plan], float]:
+def step_seconds(config: ModelConfig, machine: Machine) -> Callable[[StepPlan], float]:
     """What a plan takes by the step-time model."""
     times = StepTimes(config, machine)
 
-    def seconds(plan: Plan) -> float:
+    def seconds(plan: StepPlan) -> float:
         rows = [(chunk.start, chunk.n) for chunk in plan.chunks]
         return times.seconds(rows, sum(chunk.reaches_end for chunk in plan.chunks))
 
     return seconds
 
 
-def watch(scheduler: Scheduler) -> list[Plan]:
+def watch(scheduler: Scheduler) -> list[StepPlan]:
     """A list to which every plan is added that the scheduler makes from now on."""
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
     schedule = scheduler.schedule
 
-    def watched() -> Plan:
+    def watched() -> StepPlan:
         plans.append(schedule())
         return plans[-1]
 
@@ -57,7 +57,7 @@ def text_of(work: WorkItem) -> Text:
     return Text(ids, len(ids) + work.output - 1)
 
 
-def simulate(work: Sequence[WorkItem], scheduler: Scheduler, seconds: Callable[[Plan], float]) -> list[Trace]:
+def simulate(work: Sequence[WorkItem], scheduler: Scheduler, seconds: Callable[[StepPlan], float]) -> list[Trace]:
     """Serve the work on a virtual clock that starts at 0.
 
     Args:
@@ -89,7 +89,7 @@ def simulate(work: Sequence[WorkItem], scheduler: Scheduler, seconds: Callable[[
         for chunk in plan.chunks:
             trace = traces[here[chunk.sequence]]
             if trace.t_start is None:
-                trace.t_start, trace.cached_tokens = clock, chunk.sequence.found_tokens
+                trace.t_start, trace.cached_tokens = clock, chunk.sequence.cached_tokens
         clock += seconds(plan)
         scheduler.commit(plan)
         for text in [chunk.sequence for chunk in plan.chunks if chunk.reaches_end]:

@@ -21,7 +21,7 @@ from itertools import islice, repeat
 from typing import Final, NamedTuple, Protocol
 
 from nanoinfer.engines.scheduler import Scheduler
-from nanoinfer.engines.scheduler import Sequence as Text
+from nanoinfer.engines.scheduler import SequenceState as Text
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.simulate.simulate import text_of
@@ -131,7 +131,7 @@ class _Simulation:
         for chunk in plan.chunks:
             trace = self.here[chunk.sequence].trace
             if trace.t_start is None:
-                trace.t_start, trace.cached_tokens = self.clock, chunk.sequence.found_tokens
+                trace.t_start, trace.cached_tokens = self.clock, chunk.sequence.cached_tokens
         ready = [chunk.sequence for chunk in plan.chunks if chunk.reaches_end]
         self.clock += self.times.seconds([(chunk.start, chunk.n) for chunk in plan.chunks], len(ready))
         scheduler.commit(plan)
@@ -155,7 +155,7 @@ class _Simulation:
 
     @property
     def _is_full(self) -> bool:
-        return self.scheduler.places_taken >= self.scheduler.max_running
+        return self.scheduler.slots_taken >= self.scheduler.max_running
 
     def _jump(self) -> tuple[int, int, list[Trace]] | None:
         """As many decode steps as are certain, up to the one in which somebody ends; None where not one is."""

@@ -12,5 +12,5 @@ from nanoinfer.cluster.replicas import Replica
 class KillableReplica(Replica):
     async def answer(self, request: ForwardedRequest, chunks: Sequence[int]) -> MessageBatches:
         if request.path == "/die":
-            self.service.front.close()  # its thread ends; requests would wait for ever
+            self.service.async_engine.close()  # its thread ends; requests would wait for ever
         yield [{"type": "http.response.body", "body": str(os.getpid()).encode()}]

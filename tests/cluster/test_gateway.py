@@ -25,7 +25,7 @@ from nanoinfer.cluster.gateway import (
     merge_metrics,
     run_app,
 )
-from nanoinfer.engines.async_engine import Busy
+from nanoinfer.engines.async_engine import QueueFull
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.serve.app import make_app as make_replica
 from nanoinfer.serve.service import Limits, Service
@@ -201,7 +201,7 @@ class Odd(Replicas):
 
 def test_full_and_failing_and_silent_replicas_are_errors_of_their_own() -> None:
     async def full() -> AsyncIterator[list[Message]]:
-        raise Busy("full")
+        raise QueueFull("full")
         yield
 
     async def failing() -> AsyncIterator[list[Message]]:

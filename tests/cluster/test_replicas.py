@@ -45,19 +45,19 @@ def test_it_answers_as_the_server_does_and_is_well_as_long_as_its_engine_is() ->
     (expected,) = load(MODEL, dtype="float32").generate("hello", SamplingParams(max_tokens=4))
     assert answer["choices"][0]["text"] == expected.text
     replica.check_health()
-    front = replica.service.front
-    front.close()
+    engine = replica.service.async_engine
+    engine.close()
     with pytest.raises(RuntimeError, match="engine's thread has ended"):
         replica.check_health()
 
 
 def test_it_takes_its_engine_along() -> None:
     replica = Replica(MODEL, OPTIONS)
-    front = replica.service.front
-    assert front.is_alive
+    engine = replica.service.async_engine
+    assert engine.is_alive
     del replica
     gc.collect()
-    assert not front.is_alive
+    assert not engine.is_alive
 
 
 def test_a_worker_gives_a_row_for_each_prompt_whatever_is_wrong_with_it() -> None:

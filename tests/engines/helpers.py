@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.async_engine import Front
+from nanoinfer.engines.async_engine import AsyncEngine, QueueFull
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
@@ -23,6 +23,7 @@ from nanoinfer.models.registry import LoadedModel
 from nanoinfer.models.weights import build
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.text import tokenizer_files
+from tests.engines.harness import free_blocks
 
 GPT2 = ModelConfig("gpt2", 2, 16, 2, 2, 8, 64, 256, 12)
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 256, 24, tied=False)
@@ -59,7 +60,7 @@ class Scripted(nn.Module):
         return torch.nn.functional.one_hot(torch.tensor(self.script)[step], 256).float()[:, None] * 40
 
     def hidden(self, ids: Tensor, positions: Tensor, cache=None, mask=None) -> Tensor:  # type: ignore[no-untyped-def]
-        """``[B, T, V]``: what is said behind each token, whatever the others are."""
+        """``[B, T, V]``: what is said after each token, whatever the others are."""
         if cache is not None:
             nothing = torch.zeros(ids.shape[0], 1, ids.shape[1], 2)
             cache.attend(0, nothing, nothing, nothing, mask)
@@ -115,7 +116,7 @@ def engine_of(loaded: LoadedModel, **options: Any) -> ContinuousEngine:
 
 
 def checked_after_each_step(engine: ContinuousEngine, poison: str | None = None) -> ContinuousEngine:
-    """Check all accounts after every step, and fill with NaN whatever nobody holds."""
+    """Check all accounts after every step, and fill with NaN all blocks that are free."""
     step = engine.step
 
     def wrapped() -> None:
@@ -124,7 +125,7 @@ def checked_after_each_step(engine: ContinuousEngine, poison: str | None = None)
         if poison == "all":
             engine.pool.drop_cached()
         if poison:
-            unheld = torch.tensor(sorted(engine.pool._free), dtype=torch.long)
+            unheld = torch.tensor(free_blocks(engine.pool, engine.scheduler.tables), dtype=torch.long)
             engine.cache.k[:, unheld] = engine.cache.v[:, unheld] = math.nan
 
     engine.step = wrapped  # type: ignore[method-assign]
@@ -149,7 +150,7 @@ def check_all(
     assert not engine.busy
 
 
-def nan_behind(token: int) -> LoadedModel:
+def nan_after(token: int) -> LoadedModel:
     """A model whose logits are NaN once it has read ``token``; such a token is never generated."""
     loaded = tiny(LLAMA)
     loaded.model.embed_tokens.weight[token] = math.nan  # type: ignore[union-attr]
@@ -161,13 +162,13 @@ def in_threads(work: Sequence[Callable[[], None]], seconds: float = SECONDS) -> 
     """Run these at the same time; raise what one raised, or fail where one hangs."""
     errors: list[BaseException] = []
 
-    def guarded(one: Callable[[], None]) -> None:
+    def guarded(job: Callable[[], None]) -> None:
         try:
-            one()
+            job()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -177,7 +178,7 @@ def in_threads(work: Sequence[Callable[[], None]], seconds: float = SECONDS) -> 
         raise errors[0]
 
 
-# --- its front ------------------------------------------------------------------------
+# --- in an event loop ------------------------------------------------------------------
 
 
 def played(play: Callable[[], Awaitable[None]]) -> None:
@@ -191,7 +192,7 @@ async def soon(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def beside(work: Callable[..., T], *args: Any) -> T:
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """What it returns, from a thread of its own; one that hangs does not keep Python from leaving."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -225,21 +226,36 @@ class Gated(ContinuousEngine):
 
 
 @asynccontextmanager
-async def front_of(engine: ContinuousEngine, max_outstanding: int = 256) -> AsyncIterator[Front]:
-    """A front that is found idle, its pool whole and its thread gone at the end."""
-    front = Front(engine, max_outstanding)
-    engine.front = front
+async def serving(engine: ContinuousEngine, max_outstanding: int = 256) -> AsyncIterator[AsyncEngine]:
+    """An async engine that is found idle, its pool whole, its slots free and its thread gone at the end."""
+    async_engine = AsyncEngine(engine, max_outstanding)
     try:
-        yield front
+        yield async_engine
         if isinstance(engine, Gated):
             engine.let(1000)
-        await soon(lambda: front._outstanding == 0 and not engine.busy)
+        await soon(lambda: not engine.busy)
         assert engine.pool.used == 0
         engine.pool.check([])
-        assert not front._under_way
-        assert not front._in_line
+        await asyncio.sleep(0)
+        if async_engine.is_alive:
+            await check_slots(async_engine)
     finally:
         if isinstance(engine, Gated):
             engine.let(1000)
-        await beside(engine.close)
-        assert not front._thread.is_alive()
+        await in_thread(async_engine.close)
+        assert not async_engine.is_alive
+
+
+async def check_slots(async_engine: AsyncEngine) -> None:
+    """Assert that all slots are free, and no more: requests for no token hold theirs until the loop's next turn."""
+    nothing = SamplingParams(max_tokens=0)
+    streams = [await async_engine.submit([1], nothing, wait=False) for _ in range(async_engine.max_outstanding)]
+    with pytest.raises(QueueFull):
+        await async_engine.submit([1], nothing, wait=False)
+    for stream in streams:
+        await stream.finished()
+
+
+def present(engine: ContinuousEngine) -> int:
+    """Sequences that run or wait."""
+    return len(engine.scheduler.running) + len(engine.scheduler.waiting)

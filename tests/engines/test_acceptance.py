@@ -18,9 +18,8 @@ from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.cache.paged import PagedStep
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines import speculative
-from nanoinfer.engines.acceptance import judge, leftover
 from nanoinfer.engines.request import Completion
-from nanoinfer.engines.speculative import SpeculativeEngine
+from nanoinfer.engines.speculative import SpeculativeEngine, accept_or_resample, residual_distribution
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample_inverse_cdf
@@ -49,35 +48,37 @@ def test_every_token_comes_out_as_often_as_p_says_exactly(q: list[int]) -> None:
     for token, weight in enumerate(q):
         for u in grid(fine) if weight else ():
             for v in grid(rest):
-                found[judge(share(P), share(q), token, u, v)] += Fraction(weight, 16 * fine * rest)
+                found[accept_or_resample(share(P), share(q), token, u, v)] += Fraction(weight, 16 * fine * rest)
     assert list(found.values()) == [Fraction(n, 16) for n in P]
 
 
 @pytest.mark.parametrize(("token", "ratio"), [(0, 1 / 4), (1, 1.0), (2, 1.0), (4, 3 / 8)])
-def test_a_token_is_kept_with_probability_p_over_q(token: int, ratio: float) -> None:
+def test_a_token_is_accepted_with_probability_p_over_q(token: int, ratio: float) -> None:
     for u in (0.0, ratio - 1e-6, ratio + 1e-6):
         if u < 1.0:
-            assert (judge(share(P), share(GENERAL), token, u, 0.5) == token) == (u < ratio)
+            assert (accept_or_resample(share(P), share(GENERAL), token, u, 0.5) == token) == (u < ratio)
 
 
-def test_leftover_is_what_p_has_more_than_q() -> None:
-    assert leftover(share(P), share(GENERAL)).tolist() == pytest.approx([0, 1 / 2, 0, 1 / 2, 0])
-    assert leftover(share(P), share(CERTAIN)).tolist() == pytest.approx([1 / 14, 6 / 14, 0, 4 / 14, 3 / 14])
+def test_the_residual_is_what_p_has_more_than_q() -> None:
+    assert residual_distribution(share(P), share(GENERAL)).tolist() == pytest.approx([0, 1 / 2, 0, 1 / 2, 0])
+    assert residual_distribution(share(P), share(CERTAIN)).tolist() == pytest.approx(
+        [1 / 14, 6 / 14, 0, 4 / 14, 3 / 14]
+    )
 
 
 def test_what_p_has_not_is_never_said() -> None:
     p = torch.tensor([0.0, 0.25, 0.75, 0.0])
     for token in range(4):
         for u in (0.0, 0.5, 1 - 1e-12):
-            assert {judge(p, torch.full((4,), 0.25), token, u, v) for v in (0.0, 0.5, 1 - 1e-12)} <= {1, 2}
+            assert {accept_or_resample(p, torch.full((4,), 0.25), token, u, v) for v in (0.0, 0.5, 1 - 1e-12)} <= {1, 2}
 
 
 def test_equal_but_for_rounding_leaves_something_to_draw_from() -> None:
     p = share(P)
     q = p * (1 + 1e-6)
-    assert torch.equal(leftover(p, q), p)
-    assert torch.equal(leftover(p, p), p)
-    assert judge(p, q, 3, 1 - 1e-12, 0.5) in range(5)
+    assert torch.equal(residual_distribution(p, q), p)
+    assert torch.equal(residual_distribution(p, p), p)
+    assert accept_or_resample(p, q, 3, 1 - 1e-12, 0.5) in range(5)
 
 
 @examples(100)
@@ -87,7 +88,7 @@ def test_kept_and_left_over_add_up_to_p(data: st.DataObject, size: int) -> None:
     p, q = (torch.tensor(data.draw(weights), dtype=torch.float64) for _ in range(2))
     p, q = p / p.sum(), q / q.sum()
     kept = torch.minimum(p, q)
-    assert (kept + (1 - kept.sum()) * leftover(p, q)).tolist() == pytest.approx(p.tolist(), abs=1e-9)
+    assert (kept + (1 - kept.sum()) * residual_distribution(p, q)).tolist() == pytest.approx(p.tolist(), abs=1e-9)
 
 
 # --- by drawing -----------------------------------------------------------------------
@@ -106,20 +107,24 @@ def redraw_from_p(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
 
 def turned_round(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
     kept = u * p[token] < q[token]
-    return token if kept else int(sample_inverse_cdf(leftover(p, q)[None], torch.tensor([[v]], dtype=torch.float64)))
+    return (
+        token
+        if kept
+        else int(sample_inverse_cdf(residual_distribution(p, q)[None], torch.tensor([[v]], dtype=torch.float64)))
+    )
 
 
-def with_one_die(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
+def with_one_number(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
     """What is drawn instead has to be independent of why it is drawn."""
-    return judge(p, q, token, u, u)
+    return accept_or_resample(p, q, token, u, u)
 
 
 def chi_square(rule: Rule, q: list[int], draws: int = 4000) -> float:
     """Of the tokens that the rule lets out against p; 4 degrees of freedom."""
     generator = torch.Generator().manual_seed(7)
-    dice = torch.rand(draws, 3, 1, 1, generator=generator, dtype=torch.float64)
+    numbers = torch.rand(draws, 3, 1, 1, generator=generator, dtype=torch.float64)
     p, drafted = share(P), share(q)
-    tokens = [rule(p, drafted, int(sample_inverse_cdf(drafted[None], d)), float(u), float(v)) for d, u, v in dice]
+    tokens = [rule(p, drafted, int(sample_inverse_cdf(drafted[None], d)), float(u), float(v)) for d, u, v in numbers]
     wanted = p * draws
     return float(((torch.bincount(torch.tensor(tokens), minlength=5) - wanted) ** 2 / wanted).sum())
 
@@ -129,7 +134,7 @@ ONE_IN_A_THOUSAND = 18.47  # chi-square of 4 degrees of freedom exceeds it so ra
 
 @pytest.mark.parametrize("q", [GENERAL, CERTAIN, SAME], ids=["general", "certain", "same"])
 def test_draws_follow_p(q: list[int]) -> None:
-    assert chi_square(judge, q) < ONE_IN_A_THOUSAND
+    assert chi_square(accept_or_resample, q) < ONE_IN_A_THOUSAND
 
 
 @pytest.mark.parametrize("q", [GENERAL, CERTAIN], ids=["general", "certain"])
@@ -195,9 +200,9 @@ def test_what_the_engine_samples_follows_its_model() -> None:
         assert pairs_against_chance(done, pair) < ONE_IN_A_THOUSAND_PAIRS
 
 
-@pytest.mark.parametrize("rule", [always_keep, redraw_from_p, with_one_die])
+@pytest.mark.parametrize("rule", [always_keep, redraw_from_p, with_one_number])
 def test_a_wrong_rule_in_the_engine_does_not(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "judge", rule)
+    monkeypatch.setattr(speculative, "accept_or_resample", rule)
     done = SpeculativeEngine(TARGET, draft=DRAFT, n_draft=2).generate([[1, 2]], SAMPLED)
     assert pairs_against_chance(done, slice(0, 2)) > ONE_IN_A_THOUSAND_PAIRS
 

@@ -11,7 +11,7 @@ from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.batched import BatchedEngine, Waste
 from nanoinfer.engines.load import load
-from nanoinfer.engines.padding import left_pad
+from nanoinfer.engines.naive import left_pad
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny
@@ -198,5 +198,5 @@ def test_a_closed_stream_cancels_the_batches_to_come_as_well() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "8", None, True])
 def test_a_batch_size_that_is_no_size(size: object) -> None:
-    with pytest.raises(RequestError, match=f"batch_size must be a whole number of at least 1, got {size!r}"):
+    with pytest.raises(RequestError, match=f"batch_size must be a whole number at least 1, got {size!r}"):
         BatchedEngine(TINY["gpt2"], size)  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.engines.cached import CachedEngine
-from nanoinfer.engines.drafts import LONGEST, Draft, ModelDraft, PromptLookup
+from nanoinfer.engines.speculative import MAX_NGRAM, Draft, ModelDraft, PromptLookup
 from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample_inverse_cdf
-from tests.engines.helpers import GPT2, LLAMA, nan_behind, tiny
+from tests.engines.helpers import GPT2, LLAMA, nan_after, tiny
 
 GREEDY = SamplingParams(max_tokens=10)
 PENALISED = SamplingParams(max_tokens=10, repetition_penalty=1.5, frequency_penalty=0.3)
@@ -55,7 +55,7 @@ class TestPromptLookup:
 
 
 def searched(text: list[int], n: int) -> list[int]:
-    for size in range(LONGEST, 0, -1):
+    for size in range(MAX_NGRAM, 0, -1):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[-size:]:
                 period = len(text) - size - start
@@ -113,7 +113,7 @@ class TestModelDraft:
 
 def test_a_draft_model_that_fails_says_so() -> None:
     for params in (GREEDY, SAMPLED):
-        drafter = ModelDraft(nan_behind(5).model, 24)
+        drafter = ModelDraft(nan_after(5).model, 24)
         assert drafter.propose(SamplerState(params, [1]), 2).tokens
         with pytest.raises(RequestError, match="the draft model's logits are not finite"):
             drafter.propose(SamplerState(params, [1], [5]), 2)

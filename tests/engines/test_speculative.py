@@ -17,12 +17,12 @@ from nanoinfer.engines import speculative
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
-from nanoinfer.engines.speculative import Speculation, SpeculativeEngine, Text
+from nanoinfer.engines.speculative import Speculation, SpeculativeEngine, SpeculativeRequest
 from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.options import Optimizations
 from nanoinfer.sampling.params import SamplingParams
-from tests.engines.helpers import GPT2, LLAMA, nan_behind, scripted, tiny
+from tests.engines.helpers import GPT2, LLAMA, nan_after, scripted, tiny
 from tests.examples import examples
 
 TINY: dict[str, LoadedModel] = {config.family: tiny(config) for config in (GPT2, LLAMA)}
@@ -108,7 +108,7 @@ def test_a_text_equals_its_naive_self(
     assert 0 <= total.accepted <= total.drafted <= n_draft * total.passes
 
 
-# --- sampled; that the distribution is the model's: tests/speed/test_acceptance.py ----------
+# --- sampled; that the distribution is the model's: tests/engines/test_acceptance.py ----------
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -252,16 +252,16 @@ def test_each_run_counts_anew() -> None:
 def test_a_pass_says_what_the_whole_text_would(name: str, kernel: bool, dtype: str, tolerance: float) -> None:
     engine = SpeculativeEngine(load_model(name, dtype=dtype), speed=Optimizations(kernel=kernel))
     (request,) = engine.stream([list(range(20))], SamplingParams(max_tokens=20)).requests
-    text = Text(engine, request)
+    active = SpeculativeRequest(engine, request)
     for kept in (0, 2, 4, 1):
-        ids = [*request.ids[text.table.length :], 5, 6, 7, 8]
+        ids = [*request.ids[active.table.length :], 5, 6, 7, 8]
         with torch.inference_mode():
-            logits = engine._verify(text, ids, 5)
+            logits = engine.score(active, ids, 5)
             whole = torch.tensor([[*request.ids, 5, 6, 7, 8]])
             expected = engine.model(whole, torch.arange(whole.shape[1])[None])[0, -5:]
             assert (logits.float() - expected.float()).abs().max() < tolerance * expected.abs().max()
             request.generated.extend([*[5, 6, 7, 8][:kept], 100])
-            text.table.length = request.length - 1
+            active.table.length = request.length - 1
 
 
 # --- trouble --------------------------------------------------------------------------
@@ -293,9 +293,9 @@ def test_a_stream_left_early_frees_everything(draft: str, monkeypatch: pytest.Mo
     assert [ref() for ref in held] == [None] * 3
 
 
-@pytest.mark.parametrize("prompt", [[1], [5]], ids=["behind a draft", "at once"])
+@pytest.mark.parametrize("prompt", [[1], [5]], ids=["after a draft", "at once"])
 def test_logits_that_are_not_numbers_are_said(prompt: list[int]) -> None:
-    engine = SpeculativeEngine(nan_behind(5), draft=scripted([5] * 40, start=1))
+    engine = SpeculativeEngine(nan_after(5), draft=scripted([5] * 40, start=1))
     with pytest.raises(RequestError, match="the model's logits are not finite"):
         engine.generate([prompt], SamplingParams(max_tokens=9))
 
@@ -305,7 +305,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(RequestError, match="the speculative engine does not crop"):
         SpeculativeEngine(loaded).stream([1, 2], SamplingParams(on_full="crop"))
     for n_draft in (0, -1, 1.5, "4", None, True):
-        with pytest.raises(RequestError, match=f"n_draft must be a whole number of at least 1, got {n_draft!r}"):
+        with pytest.raises(RequestError, match=f"n_draft must be a whole number at least 1, got {n_draft!r}"):
             SpeculativeEngine(loaded, n_draft=n_draft)  # type: ignore[arg-type]
     few = replace(tiny(replace(LLAMA, vocab_size=99)), name="few")
     with pytest.raises(RequestError, match="'few' has 99 tokens and 'tiny' 256;"):

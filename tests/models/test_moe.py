@@ -14,9 +14,8 @@ from safetensors import safe_open
 from nanoinfer.configs.catalog import MODELS
 from nanoinfer.configs.config import SHAPES, ModelConfig, MoE, check_runnable
 from nanoinfer.configs.huggingface import from_hf
-from nanoinfer.engines.auto import trial
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.load import ENGINES, load
+from nanoinfer.engines.load import ENGINES, load, trial
 from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.errors import DeviceError, ModelError
 from nanoinfer.models import registry

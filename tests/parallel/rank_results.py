@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from nanoinfer.engines.generate_options import GenerateOptions
+from nanoinfer.engines.reply import GenerateOptions
 from nanoinfer.errors import NanoinferError
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.generate import reply

@@ -12,7 +12,7 @@ from nanoinfer.calibrate.links import time_calls
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.padding import left_pad
+from nanoinfer.engines.naive import left_pad
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.collectives import Communicator, ring_all_reduce
 from nanoinfer.parallel.tensor import shard

@@ -60,7 +60,7 @@ class Server:
     def is_empty(self) -> bool:
         """Whether nobody runs or waits, and every block is free or cached."""
         engine = self.service.engine
-        return not engine.busy and engine.pool.used == 0 and not self.service.front._outstanding
+        return not engine.busy and engine.pool.used == 0
 
     def until_empty(self) -> None:
         end = time.monotonic() + SECONDS

@@ -23,7 +23,7 @@ import pytest
 
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.serve.service import Limits
-from tests.engines.helpers import LLAMA, tiny
+from tests.engines.helpers import LLAMA, present, tiny
 from tests.serve.helpers import FORTY, SECONDS, TEMPLATE, Server, saying, serving
 
 
@@ -51,7 +51,7 @@ def test_a_full_house_says_when_to_come_again() -> None:
             threads = [threading.Thread(target=server.complete) for _ in range(2)]
             for thread in threads:
                 thread.start()
-            while server.service.front._outstanding < 2:
+            while present(server.service.engine) < 2:
                 pass
             response = server.complete()
             assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
@@ -83,7 +83,7 @@ def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
     with serving(saying()) as server, held(server) as go:
         client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=SECONDS)
         client.request("POST", "/v1/completions", '{"prompt": "hi"}', {"Content-Type": "application/json"})
-        while not server.service.front._outstanding:
+        while not server.service.engine.busy:
             time.sleep(0.005)
         client.close()
         registry, end = server.service.figures.registry, time.monotonic() + SECONDS

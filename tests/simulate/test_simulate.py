@@ -10,7 +10,7 @@ import pytest
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.scheduler import Plan, Scheduler
+from nanoinfer.engines.scheduler import Scheduler, StepPlan
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import load_model
@@ -24,7 +24,7 @@ def house(blocks: int = 16, running: int = 4, budget: int = 8) -> Scheduler:
     return Scheduler(BlockPool(blocks, 4), running, budget)
 
 
-def by_tokens(plan: Plan) -> float:
+def by_tokens(plan: StepPlan) -> float:
     """A step takes a second, and a tenth for each token."""
     return 1 + plan.n_tokens / 10
 
@@ -91,7 +91,7 @@ def test_the_same_plans_as_a_real_run(blocks: int) -> None:
     assert (ours.preemptions > 0) == (blocks == 8)
 
 
-def spans(plan: Plan) -> list[tuple[int, int]]:
+def spans(plan: StepPlan) -> list[tuple[int, int]]:
     return [(chunk.start, chunk.n) for chunk in plan.chunks]
 
 

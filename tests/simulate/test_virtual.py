@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.configs.config import SHAPES
-from nanoinfer.engines.scheduler import Plan, Scheduler
+from nanoinfer.engines.scheduler import Scheduler, StepPlan
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.simulate import virtual
@@ -37,7 +37,7 @@ class ByRows:
 
 
 def plain(work: Sequence[WorkItem], scheduler: Scheduler, times: virtual.Times) -> list[Trace]:
-    def seconds(plan: Plan) -> float:
+    def seconds(plan: StepPlan) -> float:
         return times.seconds([(c.start, c.n) for c in plan.chunks], sum(c.reaches_end for c in plan.chunks))
 
     return simulate(work, scheduler, seconds)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer.engines import auto
+from nanoinfer.engines import load as loading
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
 from nanoinfer.models.registry import LoadedModel, load_model
@@ -28,7 +28,7 @@ def test_the_quickest_is_taken_said_and_remembered(
         trials.append(loaded.name)
         return {"plain": 0.2, "kernel": 0.1 if best == "kernel" else 0.3}
 
-    monkeypatch.setattr(auto, "trial", trial)
+    monkeypatch.setattr(loading, "trial", trial)
     loaded = load_model("random:tiny-llama")
     for _ in range(2):
         engine = load(loaded, "auto", max_running=3)
@@ -36,19 +36,19 @@ def test_the_quickest_is_taken_said_and_remembered(
         assert (engine.kernel is not None) == (best == "kernel")
         assert engine.scheduler.max_running == 3
     assert trials == ["random:tiny-llama"]
-    assert f"kernel {'0.10' if best == 'kernel' else '0.30'} s: '{best}' it is" in capsys.readouterr().err
+    assert f"kernel {'0.10' if best == 'kernel' else '0.30'} s: taking '{best}'" in capsys.readouterr().err
     load(load_model("random:tiny-llama", seed=1), "auto")
     assert len(trials) == 2  # other weights are another model
 
 
 def test_a_speed_that_is_given_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "trial", lambda loaded: pytest.fail("tried"))
+    monkeypatch.setattr(loading, "trial", lambda loaded: pytest.fail("tried"))
     engine = load("random:tiny-llama", "auto", speed=Optimizations())
     assert isinstance(engine, ContinuousEngine) and engine.kernel is None
 
 
 def test_a_damaged_memory_means_a_new_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(auto, "trial", lambda loaded: {"plain": 1.0, "kernel": 2.0})
+    monkeypatch.setattr(loading, "trial", lambda loaded: {"plain": 1.0, "kernel": 2.0})
     load("random:tiny-llama", "auto")
     (kept,) = (tmp_path / "auto").iterdir()
     for text in ("{", "[]", '{"kernel": true, "weights": "int3"}', '{"wings": 2}'):
@@ -61,7 +61,7 @@ def test_without_a_compiler_it_is_plain(monkeypatch: pytest.MonkeyPatch) -> None
     from nanoinfer.optimize import cpu_kernel as kernel
 
     monkeypatch.setattr(kernel, "compiler", lambda: None)
-    found = auto.trial(load_model("random:tiny-gpt2"))
+    found = loading.trial(load_model("random:tiny-gpt2"))
     assert found.keys() == {"plain", "packed"} and min(found.values()) > 0
 
 
@@ -72,6 +72,6 @@ def test_what_does_not_fit_in_memory_is_not_tried(monkeypatch: pytest.MonkeyPatc
     class Memory:
         available = 3 * nbytes  # half of it holds one more copy of the weights, and not two
 
-    monkeypatch.setattr(auto.psutil, "virtual_memory", lambda: Memory)
-    tried = {name for name, way in auto.ways(loaded).items() if auto._has_room(loaded, way)}
+    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: Memory)
+    tried = {name for name, speed in loading.candidates(loaded).items() if loading.has_memory(loaded, speed)}
     assert tried == {"plain", "packed", "kernel"}
