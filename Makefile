@@ -54,7 +54,7 @@ lab: $(STAMP) ## open the chapters in JupyterLab
 clean: ## remove what was built, but the environment and the model stay
 	rm -rf _build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The candidates are really run: a name on the PATH may be a shim with nothing behind it.
+# The candidates are really run: a name on the PATH may be a shim that starts nothing.
 $(STAMP): $(LOCK) pyproject.toml
 	@set -e; \
 	fits='import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \

@@ -37,7 +37,7 @@ from nanoinfer.workload.items import WorkItem, schedule_at
 
 MODEL, WORDS = "random:tiny-llama", ("--dtype", "float32")
 PROMPT, OUTPUT = 64, 180  # tokens
-WINDOW_S, BACK = 3.0, 0.8  # the rate is back when each window from then on has so much of what is sent
+WINDOW_S, BACK = 3.0, 0.8  # the rate is back when each window from then on has this share of what is sent
 
 
 # --- a service ------------------------------------------------------------------------
@@ -93,11 +93,11 @@ async def under_load(
     await target.close()
     good = [t for t, trace in ended if trace.status == "ok" and trace.output_tokens == OUTPUT]
     bad = [(t, trace) for t, trace in ended if trace.status != "ok"]
-    told = Counter(f"{trace.error or trace.status}" for _, trace in bad)
+    errors = Counter(f"{trace.error or trace.status}" for _, trace in bad)
     return {
         "sent": len(run.traces),
         "finished": len(good),
-        "errors": dict(told),
+        "errors": dict(errors),
         "said": dict(target.messages),
         "lost_without_an_error": len(run.traces) - len(good) - len(bad),
         "asked_again_elsewhere": gateway_counts(url)["retries"],
@@ -184,7 +184,7 @@ def parts(out: Path) -> list[Path]:
 
 
 def wait_for(out: Path, driver: subprocess.Popen[str], n: int, share: float) -> None:
-    """Until so much of the batch is done."""
+    """Until that much of the batch is done."""
     while driver.poll() is None and len(parts(out)) < share * n / 64:
         time.sleep(0.05)
 
@@ -221,7 +221,7 @@ def same(one: Path, other: Path) -> int:
 
 
 def hop(model: str = "random:smollm2-135m", rounds: int = 2) -> dict[str, Any]:
-    """``nanoinfer serve`` and one replica behind the gateway, turn about: both with all cores."""
+    """``nanoinfer serve`` and one replica of the gateway, in turns: both with all cores."""
     found: dict[str, list[tuple[float, float]]] = {"server": [], "gateway": []}
     words = ("--replicas", "1", "--cpus", str(usable_cores()), "--dtype", "bfloat16")
     for round_ in range(rounds):  # not at the same time, since their models would not sleep

@@ -1,4 +1,4 @@
-"""nanoinfer beside what a reader would otherwise install, on the same weights and the same work, in one run.
+"""nanoinfer against what a reader would otherwise install, on the same weights and the same work, in one run.
 
 Each engine is a process in an environment of its own; runs are taken turn about while the others sleep, token counts
 must agree, and so must greedy tokens in float32. ``python -m benchmarks.compare`` prints ratios of medians with their
@@ -156,7 +156,7 @@ class Found:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-class House:
+class Peers:
     """All workers of a comparison. One of ours that fails, or the reference, ends it; another peer is left out."""
 
     def __init__(self) -> None:
@@ -218,35 +218,35 @@ def compare(
         Disagreement: ours wrote other tokens.
     """
     rng = random.Random(seed)
-    house = House()
+    peers = Peers()
     try:
         for program in chosen:
-            house.start(program)
+            peers.start(program)
         for batch in batches:
             prompts = [[rng.randrange(vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
-            measured = {name: Measured() for name in house.workers}
+            measured = {name: Measured() for name in peers.workers}
             said: dict[str, list[list[int]]] = {}
             for round_ in range(rounds + 1):  # the first one warms up
-                order = list(house.workers)
+                order = list(peers.workers)
                 rng.shuffle(order)
                 for name in order:
-                    if name in house.workers and (answer := house.run(name, prompts)) is not None:
+                    if name in peers.workers and (answer := peers.run(name, prompts)) is not None:
                         said[name] = answer.tokens
                         if round_:
                             measured[name].note(answer)
-            for name in house.workers:
+            for name in peers.workers:
                 measured[name].agree(said[name], said[REFERENCE])
                 if exact and name in OURS and measured[name].same_rows < batch:
                     wrong = batch - measured[name].same_rows
                     raise Disagreement(f"{name}: {wrong} of {batch} rows differ from {REFERENCE}'s in float32")
-                house.found.samples.setdefault(name, {})[batch] = measured[name]
+                peers.found.samples.setdefault(name, {})[batch] = measured[name]
             print(f"{batch} rows: done", flush=True)
     finally:
-        house.close()
-    return house.found
+        peers.close()
+    return peers.found
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def ratios(samples: Mapping[str, Mapping[int, Measured]]) -> dict[str, dict[int, dict[str, Any]]]:
@@ -317,7 +317,7 @@ def main() -> None:
 def run(
     model: str, dtypes: Sequence[str], batches: Sequence[int], rounds: int, seed: int, quick: bool, out: Path
 ) -> None:
-    """A comparison in each dtype, stored together and told at the end."""
+    """A comparison in each dtype, stored together and printed at the end."""
     load = os.getloadavg()[0]
     if load > BUSY:
         print(f"other programs are running (load {load:.1f}): what is measured now says little", flush=True)

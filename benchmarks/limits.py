@@ -1,6 +1,6 @@
 """How close to the machine's limits: bandwidth at one row, ragged rows, a long prompt, and the way to the first token.
 
-Each share has its ceiling measured beside it, turn about. ``python -m benchmarks.limits`` takes some three minutes on
+Each share has its ceiling measured with it, in turns. ``python -m benchmarks.limits`` takes some three minutes on
 two cores and stores its result under ``results/``.
 """
 
@@ -53,7 +53,7 @@ def turn_about(takes: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def bandwidth(loaded: LoadedModel, rounds: int) -> dict[str, Any]:
-    """Bytes a second that a kernel's step of one row reads, beside what reading alone reaches."""
+    """Bytes a second that a kernel's step of one row reads, next to what reading alone reaches."""
     kernel = DecodeKernel(loaded.model)
     engine = ContinuousEngine(loaded, max_running=1, cache_tokens=256, speed=Optimizations(kernel=True))
     buffer = torch.randn(READ_BYTES // 4)
@@ -86,7 +86,7 @@ def bandwidth(loaded: LoadedModel, rounds: int) -> dict[str, Any]:
 
 
 def ragged(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, Any]:
-    """The decode rate of rows of very different length, beside rows that are alike and hold as much in all."""
+    """The decode rate of rows of very different length, next to rows that are alike and hold as much in all."""
     lengths = [16 + 16 * i for i in range(ROWS)]
     mean = sum(lengths) // ROWS
 
@@ -110,7 +110,7 @@ def ragged(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, An
 
 
 def prefill(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, Any]:
-    """FLOP/s of a prompt of 512 tokens, beside those of a large square product."""
+    """FLOP/s of a prompt of 512 tokens, next to those of a large square product."""
     engine = ContinuousEngine(loaded, token_budget=LONG, cache_tokens=2048, share_prefixes=False, speed=PROMPTS)
     prompt = [rng.randrange(loaded.model.config.vocab_size) for _ in range(LONG)]
     square = torch.randn(2048, 2048).to(engine.dtype)

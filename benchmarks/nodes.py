@@ -62,11 +62,11 @@ class Nodes:
         return [child for child in found if _title(child).startswith(f"ray::{kind}")]
 
     def kill_last_node(self) -> None:
-        """All at once and without a word, as if somebody had pulled the plug."""
+        """All at once and without a word, as in a power cut."""
         raylet = self.raylets()[-1]
         victims = [raylet, *_children(raylet)]
         for victim in victims:
-            _signal(victim, signal.SIGSTOP)  # nobody has time to notice that another one is gone
+            _signal(victim, signal.SIGSTOP)  # none has time to notice that another one is gone
         for victim in victims:
             _signal(victim, signal.SIGKILL)
 
@@ -117,7 +117,7 @@ def nodes(n: int = 2) -> Iterator[Nodes]:
 def gateway(address: str, model: str, *words: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """``nanoinfer cluster serve`` as a process of its own, two replicas; its address, and that process."""
     command = [*NANOINFER, "serve", model, "--address", address, "--port", "0", *words]
-    with tempfile.NamedTemporaryFile("w+") as log:  # a pipe that nobody reads would hold it up one day
+    with tempfile.NamedTemporaryFile("w+") as log:  # a pipe that is not read would block it one day
         process = subprocess.Popen(command, stderr=log, stdout=log)
         try:
             yield _address(process, Path(log.name)), process

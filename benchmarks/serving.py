@@ -2,7 +2,7 @@
 
 Static batches, continuous batching, and one by one without a cache (a seeded sample), turn about; then a shared
 512-token beginning, cold and warm. Run ``python -m benchmarks.serving`` on a quiet machine (some fifteen minutes on
-two cores). The result is stored under ``results/``; chapters 10 and 11 show it beside what they measure live.
+two cores). The result is stored under ``results/``; chapters 10 and 11 show it next to what they measure live.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def longest(done: Sequence[Completion]) -> dict[str, float]:
 
 
 def shares(engine: Watched) -> dict[str, float]:
-    """Of all steps: KV memory wasted; of those with a full house: the scheduler's share of the time."""
+    """Of all steps: KV memory wasted; of those without a free slot: the scheduler's share of the time."""
     held, live = (sum(step[i] for step in engine.steps) for i in (3, 4))
     full = [(s, took) for s, took, running, _, _ in engine.steps if running == engine.scheduler.max_running]
     return {

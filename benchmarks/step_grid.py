@@ -3,7 +3,7 @@
 For each model and dtype, the operators are timed one by one first; the step-time model puts its
 predictions together from those; then the steps are run. Run ``python -m benchmarks.step_grid`` on a
 quiet machine (about ten minutes on two cores). The result is stored under ``results/``; chapter 4
-shows it beside a few points that it measures live.
+shows it next to a few points that it measures live.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_make_says_in_one_line_that_there_is_no_fitting_python(bare: Path) -> None:
-    script(bare / "bin" / "python3", "exit 1")  # too old, or a shim with nothing behind it
+    script(bare / "bin" / "python3", "exit 1")  # too old, or a shim that starts nothing
     done = make(bare, "test")
     assert done.returncode == 2
     assert done.stderr.splitlines()[0].startswith("nanoinfer needs Python 3.11, 3.12 or 3.13")

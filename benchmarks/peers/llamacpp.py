@@ -10,7 +10,7 @@ import protocol
 
 
 def requantised(source: str, kind: str) -> Path:
-    """The weights of a GGUF file in another format, made once and kept beside this environment."""
+    """The weights of a GGUF file in another format, made once and kept next to this environment."""
     import llama_cpp
 
     path = Path(sys.prefix) / f"{Path(source).stem}-{kind}.gguf"

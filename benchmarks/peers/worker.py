@@ -31,7 +31,7 @@ class Program:
     Args:
         names: of the engines it holds, over one model.
         script: speaks the protocol.
-        settings: what the script is told; ``threads`` is for OpenMP too.
+        settings: of the script; ``threads`` is for OpenMP too.
         python: of the environment that it needs.
     """
 
@@ -60,12 +60,12 @@ class Worker:
 
     def __init__(self, program: Program) -> None:
         self.program, self.name = program, " and ".join(program.names)
-        # As many threads for everybody. Ours sets its own spinning when it is imported; others keep their defaults.
+        # The same number of threads for all. nanoinfer sets its own spinning at import; others keep their defaults.
         env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         if threads := program.settings.get("threads"):
             env["OMP_NUM_THREADS"] = str(threads)
         command = [str(program.python), str(program.script), json.dumps(program.settings)]
-        # A pipe that nobody reads would fill up and stop it.
+        # A pipe that is not read would fill up and stop it.
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         begin = time.perf_counter()
         self._process = subprocess.Popen(

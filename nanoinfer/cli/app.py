@@ -60,7 +60,7 @@ class Group(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except BrokenPipeError:
-            # Whoever read us has left. Without this Python complains once more while it exits.
+            # The reader has closed the pipe. Without this Python complains once more while it exits.
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
             raise typer.Exit(141) from None

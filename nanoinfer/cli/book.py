@@ -12,7 +12,7 @@ commands = typer.Typer()
 
 
 class PairCommand(TyperCommand):
-    """Lets ``-p NAME VALUE`` be written as papermill has it, beside ``-p NAME=VALUE``."""
+    """Lets ``-p NAME VALUE`` be written as papermill has it, as well as ``-p NAME=VALUE``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Join each pair to one argument before the options are read."""

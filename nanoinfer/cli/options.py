@@ -1,7 +1,7 @@
 """A command's options are a dataclass: its fields are the command line, the library's argument and the JSON at once.
 
-A field is declared once, ``users: Annotated[int | None, typer.Option(help="...")] = None``, and the function behind
-the command takes the dataclass.
+A field is declared once, ``users: Annotated[int | None, typer.Option(help="...")] = None``, and the command's
+function takes the dataclass.
 """
 
 from __future__ import annotations

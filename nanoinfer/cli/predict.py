@@ -40,7 +40,7 @@ def gpus(as_json: Json = False) -> None:
 
 @command(commands, PlanOptions)
 def plan(options: PlanOptions, as_json: Json = False) -> None:
-    """Say how many replicas so many users need, what they cost, and what they draw; by simulation."""
+    """Say how many replicas a number of users needs, what they cost, and what they draw; by simulation."""
     from nanoinfer.predict import serving, terminal
 
     record = serving.plan(options)

@@ -42,7 +42,7 @@ def one_line(result: Any, says: str) -> None:
 
 
 class Fake:
-    """A target that answers at once: three tokens a request, in two chunks; or fails, as it is told."""
+    """A target that answers at once: three tokens a request, in two chunks; or fails, as the test says."""
 
     def __init__(self) -> None:
         self.name = "fake"

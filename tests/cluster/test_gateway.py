@@ -31,11 +31,11 @@ from nanoinfer.serve.app import make_app as make_replica
 from nanoinfer.serve.service import Limits, Service
 from tests.serve.helpers import FORTY, saying
 
-Fate = Callable[[int], int | None]  # of the n-th time that a replica is asked: how many bunches it lives for
+Fate = Callable[[int], int | None]  # of the n-th time that a replica is asked: how many batches it lives for
 
 
 class Replicas:
-    """One engine behind the app of a replica, which "dies" as told: each time it is asked, after so many bunches."""
+    """One engine and the app of a replica, which "dies" as the test says: at each request, after ``fate`` batches."""
 
     def __init__(self, fate: Fate = lambda n: None) -> None:
         self.service = Service(
@@ -130,7 +130,7 @@ def test_the_replicas_app_says_what_is_wrong_and_the_gateway_what_is_too_large_o
 
 @pytest.mark.parametrize(("stream", "lives_for"), [(False, 0), (True, 0), (True, 1)])
 def test_what_has_not_begun_is_asked_of_another_replica(stream: bool, lives_for: int) -> None:
-    # The first two die: at once, or behind the head of the stream, before its first token.
+    # The first two die: at once, or after the head of the stream, before its first token.
     replicas = Replicas(lambda n: lives_for if n < ATTEMPTS - 1 else None)
     with gateway(replicas) as (made, client):
         response = run(client, "POST", "/v1/completions", json=completion(stream=stream))

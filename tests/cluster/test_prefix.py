@@ -24,7 +24,7 @@ def test_prompts_that_begin_alike_share_the_numbers_of_their_beginning_and_no_mo
     assert len(one) == len(other) == 4
     assert one[:3] == other[:3]
     assert one[3] != other[3]
-    # The same chunk behind another beginning is another number.
+    # The same chunk after another beginning has another hash.
     assert not set(chunks_of(body(prompt="y" + shared))) & set(one)
     assert chunks_of(body(prompt=shared + "a")) == one[:3]  # a part of a chunk is none
 
@@ -57,7 +57,7 @@ def test_a_prompt_goes_where_the_longest_part_of_its_beginning_is() -> None:
 def test_load_is_bounded_and_what_spills_over_is_known_in_both_places() -> None:
     found = policy("ab", slack=0.5, floor=2)
     sent = []
-    for n in range(100):  # one beginning, nobody ever ends
+    for n in range(100):  # one beginning, and no request ever ends
         sent.append(found.rank([1])[0])
         found.begin(str(n), sent[-1], [1])
         mean = (n + 1) / 2
@@ -69,7 +69,7 @@ def test_load_is_bounded_and_what_spills_over_is_known_in_both_places() -> None:
     assert found._depths([1]) == {"a": 1, "b": 1}
 
 
-def test_without_a_known_beginning_everybody_gets_the_same() -> None:
+def test_without_a_known_beginning_all_replicas_get_the_same() -> None:
     found = policy("abcd")
     for n in range(40):
         found.begin(str(n), found.rank([1000 + n])[0], [1000 + n])
@@ -84,7 +84,7 @@ def test_one_that_is_gone_is_not_ranked_and_takes_its_load_with_it() -> None:
     assert found.load == {"b": 1, "c": 0}
     assert found.rank([1])[0] == "c"  # a's beginning went with it, so the least to do
     assert found._known[1] == set()  # nor does its name stay
-    found.end("1")  # its end comes late, and is nobody's
+    found.end("1")  # its end comes late, and belongs to no replica
     found.end("2")
     found.end("2")
     assert found.load == {"b": 0, "c": 0}
