@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from nanoinfer.bench.run import Run
 from nanoinfer.measure import metrics
-from nanoinfer.measure.stats import TAILS, Interval, percentile, percentile_interval, summarize
+from nanoinfer.measure.stats import TAILS, Interval, percentile, percentile_interval, sorted_percentile, summarize
 from nanoinfer.measure.trace import Trace
 
 #: Figures that pool the gaps of all requests: each gap with how often it counts.
@@ -303,9 +303,10 @@ def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str
     """Percentiles of all samples with exact intervals for independent ones."""
     values.sort()
     s = summarize(values, CONFIDENCE)
-    tails = zip((s.p90, s.p95, s.p99), TAILS, strict=True)
-    points = [Interval(value, *percentile_interval(values, q, CONFIDENCE)) for value, q in tails]
-    record = figure(name, s.n, s.mean, s.std, (s.minimum, s.maximum), [Interval(s.median, s.low, s.high), *points])
+    points = [Interval(s.median, s.low, s.high)]
+    for value, q in zip((s.p90, s.p95, s.p99), TAILS, strict=True):
+        points.append(Interval(value, *((None, None) if name in GAPS else percentile_interval(values, q, CONFIDENCE))))
+    record = figure(name, s.n, s.mean, s.std, (s.minimum, s.maximum), points)
     record["too_small"] = list(s.too_small)
     if name in GAPS:
         # Gaps of one request are correlated, so the pool has no interval; TPOT is the figure that has one.
@@ -314,7 +315,7 @@ def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str
         return record
     # Failed requests are counted, not mixed in: a fast refusal is no low latency.
     adjusted = [*values, *[math.inf] * scores.failed]
-    at = {f"p{q:g}": percentile(adjusted, q) for q in (50.0, *TAILS)}
+    at = {f"p{q:g}": sorted_percentile(adjusted, q) if adjusted else None for q in (50.0, *TAILS)}
     return record | {
         "undefined": scores.undefined[name],
         "failed": scores.failed,

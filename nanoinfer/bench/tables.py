@@ -1,7 +1,7 @@
 """A summary as rows of text: the terminal and the page show the same ones, so they cannot differ.
 
 Times are in milliseconds. A dash stands for what was not measured, and ``n too small`` for a percentile
-that so few samples cannot bear.
+that has too few samples.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import cache
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import unquote
@@ -67,6 +68,12 @@ def page_of(found: Run, slo: dict[str, float] | None = None) -> str:
     return run_page(found, summarise(found, slo))
 
 
+@cache
+def golden_page() -> str:
+    """Drawn once for all tests that read it."""
+    return page_of(golden(), SLO)
+
+
 def made_sweep(slo: dict[str, float] | None = None) -> Sweep:
     async def level(rate: float) -> Run:
         wait = 1 / (10 - rate)
@@ -75,19 +82,20 @@ def made_sweep(slo: dict[str, float] | None = None) -> Sweep:
     return asyncio.run(sweep(level, [1, 2, 4, 8], slo))
 
 
-def page_of_sweep(slo: dict[str, float] | None = None) -> str:
-    return sweep_page(made_sweep(slo).as_dict())
+@cache
+def page_of_sweep(*, judged: bool) -> str:
+    return sweep_page(made_sweep(SLO if judged else None).as_dict())
 
 
 @pytest.mark.parametrize(
     ("text", "figures"),
     [
-        (page_of(golden(), SLO), 5),
+        (golden_page(), 5),
         (page_of(busy()), 5),
         (page_of(run([])), 0),
         (page_of(run([trace(0.0, [], status="error", error="connect")])), 2),
-        (page_of_sweep(SLO), 2),
-        (page_of_sweep(), 1),
+        (page_of_sweep(judged=True), 2),
+        (page_of_sweep(judged=False), 1),
     ],
     ids=["golden", "busy", "empty", "failed", "sweep with an SLO", "sweep"],
 )
@@ -108,7 +116,7 @@ def test_every_figure_is_named_and_has_its_table(text: str, figures: int) -> Non
     assert len(page.all("h1")) == 1 and page.found[0] == ("html", {"lang": "en"})
 
 
-@pytest.mark.parametrize("text", [page_of(golden(), SLO), page_of_sweep(SLO)], ids=["run", "sweep"])
+@pytest.mark.parametrize("text", [golden_page(), page_of_sweep(judged=True)], ids=["run", "sweep"])
 def test_nothing_is_fetched_and_nothing_runs(text: str) -> None:
     page = Page(text)
     assert page.all("script") == page.all("link") == page.all("iframe") == []
@@ -129,7 +137,7 @@ def test_nothing_is_fetched_and_nothing_runs(text: str) -> None:
 
 
 def test_the_page_follows_the_readers_colour_scheme() -> None:
-    style = page_of(golden(), SLO).split("</style>", 1)[0]
+    style = golden_page().split("</style>", 1)[0]
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     for theme, rules in ((LIGHT, light), (DARK, dark)):
         assert f"--paper: {theme.background}; --ink: {theme.text}" in rules
@@ -152,7 +160,7 @@ def test_every_word_from_outside_is_escaped() -> None:
 
 def test_the_page_says_what_the_record_says() -> None:
     record = summarise(golden(), SLO)
-    text = Page(run_page(golden(), record)).text
+    text = Page(golden_page()).text
     assert headline(record) == (
         "3 of 6 requests ended well; 1.40 output tokens/s in a window of 10.0 s. "
         "Medians: TTFT 500 ms, TPOT 25.7 ms, end to end 500 ms. "
@@ -177,7 +185,7 @@ def test_a_sweep_says_where_the_knee_is() -> None:
     record = made_sweep(SLO).as_dict()
     said = "The knee lies at 4 requests/s. Highest that still meets the SLO (ttft at most 500 ms, tpot at most 50 ms): "
     assert verdict(record) == said + "no level."
-    text = Page(page_of_sweep(SLO)).text
+    text = Page(page_of_sweep(judged=True)).text
     assert verdict(record) in text and record["knee"]["definition"] in text
     assert verdict(made_sweep({"ttft": 0.2}).as_dict()).endswith("(ttft at most 200 ms): 4 requests/s.")
     assert verdict(Sweep("rate", None, 0.99).as_dict()) == "No level gave a figure."
@@ -185,7 +193,7 @@ def test_a_sweep_says_where_the_knee_is() -> None:
 
 
 def test_alternative_texts_hold_the_numbers() -> None:
-    images = Page(page_of(golden())).all("img")
+    images = Page(golden_page()).all("img")
     labels: list[Any] = [image["alt"] for image in images if image["class"] == "only-light"]
     assert "from schedule: half at or below 500 ms, 90% at or below 500 ms" in labels[0]
     assert "amortised, a token: half at or below 20.0 ms, 90% at or below 200 ms" in labels[1]

@@ -31,7 +31,7 @@ def swept(system: Callable[[float], Run], levels: Sequence[float], *args: Any, *
 
 def mm1(rate: float) -> Run:
     """M/M/1 with a capacity of 10 a second, by its formula: a request takes 1 / (10 - rate)."""
-    return steady(rate, 1 / (10 - rate), n=2000)
+    return steady(rate, 1 / (10 - rate), n=1200)
 
 
 def closed(users: float) -> Run:
@@ -135,7 +135,7 @@ def test_what_is_no_sweep() -> None:
 def test_the_table_of_levels() -> None:
     header, rows = tables.levels(swept(mm1, [2, 5, 8], {"ttft": 0.21}).as_dict())
     assert header[:4] == ("requests/s", "n", "ok", "tok/s") and header[-3:] == ("good", "good/s", "remarks")
-    assert rows[1][:4] == ("5", "2,000", "2,000", "5.00")
+    assert rows[1][:4] == ("5", "1,200", "1,200", "5.00")
     assert (rows[1][-1], rows[2][-1], rows[2][-3]) == ("knee, highest good", "", "0.0%")
 
 

@@ -128,7 +128,7 @@ def test_tensor_parallel_shortens_a_step_and_takes_more_blocks() -> None:
 
 
 def test_the_highest_rate_lies_between_good_and_bad() -> None:
-    found = simulated(rate=400.0, slo="ttft=20ms", find=True, share=0.9)["highest_rate"]
+    found = simulated(rate=400.0, requests=150, slo="ttft=20ms", find=True, share=0.9)["highest_rate"]
     low, high = found["rate_per_s"], found["fails_at_per_s"]
     assert 0 < low < high <= 1.021 * low
     for tried in found["tried"]:
@@ -237,7 +237,7 @@ def test_what_cannot_be_simulated_is_refused(options: dict[str, Any], says: str)
 
 
 def test_the_tables_show_every_figure() -> None:
-    record = simulated(slo=SLO, find=True, share=0.5, replicas=2)
+    record = simulated(requests=100, slo=SLO, find=True, share=0.5, replicas=2)
     out = io.StringIO()
     show_simulate(Console(file=out, width=200), record)
     text = out.getvalue()
@@ -252,7 +252,7 @@ def test_the_tables_show_every_figure() -> None:
 
 
 PLAN_LOAD: dict[str, Any] = {"prompt_tokens": "uniform:10-200", "output_tokens": "uniform:2-60"}
-PLAN_LOAD |= {"requests": 300, "seed": 1, "slo": "ttft=20ms,tpot=5ms"}
+PLAN_LOAD |= {"requests": 250, "seed": 1, "slo": "ttft=20ms,tpot=5ms"}
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_the_command(planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(serving, "plan", plan_once)
     words = (
         "plan smollm2-135m --gpu L4 --users 10 --users 1000 --per-user 12 --tp 3 --slo ttft=20ms,tpot=5ms "
-        "--usd-per-hour 0.8 --requests 300 --spares 2 --headroom 0.5 --seed 1 --dtype fp16 --share 0.9 "
+        "--usd-per-hour 0.8 --requests 250 --spares 2 --headroom 0.5 --seed 1 --dtype fp16 --share 0.9 "
         "--prompt-tokens uniform:10-200 --output-tokens uniform:2-60"
     )
     args = words.split()
