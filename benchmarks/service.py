@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.store import options, store
 from nanoinfer.bench.client import HttpTarget
-from nanoinfer.bench.engine_target import EngineTarget
-from nanoinfer.bench.loadgen import Target, closed_loop
+from nanoinfer.bench.loadgen import EngineTarget, Target, closed_loop
 from nanoinfer.engines.load import load
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import ttft_service

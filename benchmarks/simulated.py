@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.store import options, store
-from nanoinfer.bench.engine_target import EngineTarget
-from nanoinfer.bench.loadgen import open_loop
+from nanoinfer.bench.loadgen import EngineTarget, open_loop
 from nanoinfer.bench.run import Run
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.calibrate.operators import this_machine

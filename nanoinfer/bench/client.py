@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit, urlunsplit
 
+from nanoinfer.bench.loadgen import Target
 from nanoinfer.bench.stream import SSEParser, StreamRecorder, error_text, estimate_tokens
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
@@ -38,7 +39,7 @@ REJECTIONS = (429, 503)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class HttpTarget:
+class HttpTarget(Target):
     """One model of one server. Use it in one event loop, and ``close`` it there.
 
     Args:
@@ -126,7 +127,7 @@ class HttpTarget:
         }
 
     async def send(self, work: WorkItem, trace: Trace) -> None:
-        """Send one request and read its answer to the end; see :class:`nanoinfer.bench.loadgen.Target`."""
+        """Send one request and read its answer to the end."""
         recorder = StreamRecorder(trace, self._count)
         if not isinstance(work.prompt, str):
             trace.prompt_tokens = len(work.prompt)
@@ -138,7 +139,7 @@ class HttpTarget:
                 trace.status = "cancelled"
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            self._fail(trace, *_classify(error, bool(trace.chunks)))
+            self.fail(trace, *_classify(error, bool(trace.chunks)))
         finally:
             recorder.close()
             if trace.t_end is None:
@@ -167,14 +168,14 @@ class HttpTarget:
                         self._extensions = extensions[1:]
                     return False
                 self._extensions = self._all_extensions  # they were not the reason
-            self._fail(trace, f"http {response.status}", message)
+            self.fail(trace, f"http {response.status}", message)
             if response.status in REJECTIONS:
                 trace.status = "rejected"
             return True
 
     async def _read(self, response: aiohttp.ClientResponse, trace: Trace, recorder: StreamRecorder) -> None:
         if response.content_type == "application/json":
-            return self._fail(trace, "no stream", "the server answered with a whole JSON document instead of a stream")
+            return self.fail(trace, "no stream", "the server answered with a whole JSON document instead of a stream")
         parser, content = SSEParser(), response.content
         while not recorder.is_done and recorder.error is None:
             read = await content.readany()
@@ -188,17 +189,13 @@ class HttpTarget:
                 break
         trace.t_end = t
         if recorder.error is not None:
-            self._fail(trace, "error frame", recorder.error)
+            self.fail(trace, "error frame", recorder.error)
         elif not (recorder.is_done or recorder.is_finished):
-            self._fail(trace, "cut off", "the stream ended before the answer did")
+            self.fail(trace, "cut off", "the stream ended before the answer did")
         elif not content.at_eof():  # read on to the end, or the connection cannot be used again
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_BYTES_S):
                     await content.readany()
-
-    def _fail(self, trace: Trace, kind: str, message: str) -> None:
-        trace.status, trace.error = "error", kind
-        self.messages.setdefault(kind, message or kind)
 
     def _body(self, work: WorkItem, extensions: tuple[str, ...]) -> bytes:
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": work.output, "temperature": 0}

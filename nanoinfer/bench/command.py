@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from nanoinfer.bench.loadgen import Target, closed_loop, open_loop
+from nanoinfer.bench.loadgen import EngineTarget, Target, closed_loop, open_loop
 from nanoinfer.bench.options import BenchConfig, LoadPlan
 from nanoinfer.bench.run import Run, save_run
 from nanoinfer.bench.sweep import format_level, sweep
@@ -125,8 +125,6 @@ async def _floor(plan: LoadPlan) -> dict[str, Any]:
 async def open_target(config: BenchConfig, engine: ContinuousEngine | None) -> Target:
     """The server, once it has answered a small request, or the engine in this process."""
     if engine is not None:
-        from nanoinfer.bench.engine_target import EngineTarget
-
         return EngineTarget(engine)
     from nanoinfer.bench.client import HttpTarget
 

@@ -1,4 +1,4 @@
-"""Sending a load and keeping its records: the open loop and the closed one.
+"""Sending a load to a target and keeping its records: the open loop and the closed one.
 
 Warm-up requests come first and the measured ones follow without a pause, so that the window opens under full load.
 The two have different prompts, or the prefix cache would answer for the model.
@@ -12,14 +12,18 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from nanoinfer.bench.run import ClientHealth, Run
 from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.trace import Trace
+from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.workload.items import WorkItem
+
+if TYPE_CHECKING:
+    from nanoinfer.engines.continuous import ContinuousEngine
 
 #: Seconds after which a user of a closed loop comes again whose request failed, perhaps at once.
 AFTER_FAILURE_S: Final = 1.0
@@ -54,6 +58,69 @@ class Target(Protocol):
 
     async def close(self) -> None:
         """Close connections."""
+
+    def fail(self, trace: Trace, kind: str, message: str) -> None:
+        """Note an error in a trace, and the message of the first of its kind."""
+        trace.status, trace.error = "error", kind
+        self.messages.setdefault(kind, message or kind)
+
+
+class EngineTarget(Target):
+    """An engine in this process, which its caller closes. A chunk is an event, timed when its reader has it.
+
+    What a server adds is the difference to this.
+    """
+
+    def __init__(self, engine: ContinuousEngine, *, ignore_eos: bool = True) -> None:
+        self.engine, self.ignore_eos = engine, ignore_eos
+        self.name = f"{engine.loaded.name} in this process"
+        self.messages: dict[str, str] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Which engine, of which sizes."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        return {
+            "engine": self.engine.name,
+            "model": self.engine.loaded.name,
+            "device": str(self.engine.device),
+            "dtype": str(self.engine.dtype).removeprefix("torch."),
+            "max_running": scheduler.max_running,
+            "token_budget": scheduler.token_budget,
+            "cache_tokens": pool.n_blocks * pool.block_size,
+            "ignore_eos": self.ignore_eos,
+        }
+
+    async def send(self, work: WorkItem, trace: Trace) -> None:
+        """Submit one request and read its events."""
+        trace.t_sent = now()
+        stream = None
+        try:
+            params = SamplingParams(max_tokens=work.output, ignore_eos=self.ignore_eos)
+            stream = await self.engine.submit(work.prompt, params)
+            trace.prompt_tokens = len(stream.requests[0].prompt_ids)
+            async for event in stream:
+                if event.token_id is not None:
+                    trace.token(now())
+                    trace.kinds.append("content")
+            if stream.requests[0].finish_reason is None:  # its engine was closed
+                self.fail(trace, "cut off", "the engine was closed before the answer had ended")
+        except asyncio.CancelledError:
+            trace.status = "cancelled"
+            if stream is not None:
+                stream.cancel()
+            raise
+        except RequestError as error:
+            self.fail(trace, "refused" if stream is None else "engine", str(error))
+        finally:
+            trace.t_end = now()
+            if stream is not None:
+                served = stream.requests[0].trace
+                trace.t_start, trace.cached_tokens = served.t_start, served.cached_tokens
+                trace.preemptions = served.preemptions
+
+    async def close(self) -> None:
+        """Leave the engine open."""
 
 
 async def open_loop(

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from nanoinfer.bench.engine_target import EngineTarget
-from nanoinfer.bench.loadgen import closed_loop
+from nanoinfer.bench.loadgen import EngineTarget, closed_loop
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now
