@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from nanoinfer.errors import ModelError
+from nanoinfer.errors import ModelError, check
 
 Family = Literal[
     "gpt2",
@@ -57,11 +57,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class MLA:
-    """DeepSeek's multi-head latent attention: keys and values squeezed into one latent vector a token.
+    """DeepSeek's multi-head latent attention: keys and values compressed into one latent vector a token.
 
     ``kv_lora_rank`` is ``r``, the latent's width, and ``qk_rope_head_dim`` ``d_rope``, the one rotary key
     that all heads share: the cache holds ``r + d_rope`` numbers per token and layer. ``q_lora_rank`` is None
-    where queries are not squeezed.
+    where queries are not compressed.
     """
 
     kv_lora_rank: int
@@ -100,8 +100,7 @@ class MoE:
         _at_least_one("MoE", self, ("n_experts", "top_k", "d_expert"))
         if self.top_k > self.n_experts:
             raise ModelError(f"model config: top_k ({self.top_k}) must not exceed n_experts ({self.n_experts})")
-        if self.d_shared < 0:
-            raise ModelError(f"model config: d_shared must not be negative, got {self.d_shared}")
+        check("model config: d_shared", self.d_shared, at_least=0, error=ModelError)
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,7 @@ class SlidingWindow:
 
 def every(n: int, n_layers: int) -> tuple[int, ...]:
     """Each ``n``-th layer, counted from one: ``every(6, 13)`` is ``(5, 11)``; for ``full_layers`` and the like."""
-    if n < 1:
-        raise ModelError(f"model config: a period of layers must be at least 1, got {n}")
+    check("model config: a period of layers", n, at_least=1, error=ModelError)
     return tuple(range(n - 1, n_layers, n))
 
 
@@ -189,8 +187,7 @@ class ModelConfig:
 
 def _at_least_one(what: str, part: object, names: Iterable[str]) -> None:
     for name in names:
-        if (value := getattr(part, name)) < 1:
-            raise ModelError(f"{what}: {name} must be at least 1, got {value}")
+        check(f"{what}: {name}", getattr(part, name), at_least=1, error=ModelError)
 
 
 def check_runnable(config: ModelConfig, where: str = "this model") -> None:

@@ -76,7 +76,7 @@ class GGUFFile:
     def config(self) -> ModelConfig:
         """The model's shape; tied if the file holds no head."""
         config = from_gguf(self.meta, tied="output.weight" not in self.tensors, where=str(self.path))
-        if config.n_layers > len(self.tensors):  # before so many are built
+        if config.n_layers > len(self.tensors):  # before that many are built
             raise ModelError(f"{self.path}: {config.n_layers} layers but {len(self.tensors)} tensors; fetch it again")
         return config
 

@@ -189,7 +189,7 @@ def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
         if name in entries:
             raise ModelError(f"{entry.file}: tensors '{entries[name].key}' and '{key}' are the same weight; keep one")
         entries[name] = entry
-    if config.n_layers > len(entries):  # before so many are built
+    if config.n_layers > len(entries):  # before that many are built
         raise ModelError(f"{folder}: config.json has {config.n_layers} layers, the weights {len(entries)} tensors")
     embedding = "wte.weight" if config.family == "gpt2" else "embed_tokens.weight"
     head = entries.pop(HEAD, None) if config.tied else None

@@ -79,10 +79,10 @@ class TestLengths:
         pool = BlockPool(3, 1)
         table = opened(pool, [5, 6, 7])
         assert (table.hashed_blocks, pool.room(table)) == (3, 0)
-        twin = pool.fork(table)
-        assert (pool.missing(twin, 1), pool.room(twin)) == (1, 0)  # a new block, and never a copy
+        other = pool.fork(table)
+        assert (pool.missing(other, 1), pool.room(other)) == (1, 0)  # a new block, and never a copy
         pool.close(table)
-        pool.close(twin)
+        pool.close(other)
         assert [found(pool, [5, 6, 7][:n]) for n in range(4)] == [0, 0, 1, 2]
 
     @pytest.mark.parametrize("sizes", [(0, 16), (-1, 16), (4, 0), (4, -2)])
@@ -358,12 +358,12 @@ class TestAccounts:
         pool = BlockPool(2, SIZE)
         assert pool.counts == PoolCounts(0, 0, 0, 0)
         table = opened(pool, [*A, 1])
-        twin = pool.fork(table)
+        other = pool.fork(table)
         pool.close(table)
-        write(pool, twin, [*A, 1, 2])
-        pool.close(twin)
+        write(pool, other, [*A, 1, 2])
+        pool.close(other)
         pool.close(opened(pool, [*B, *C]))
-        assert pool.counts == PoolCounts(evicted=1)  # asked and found are for whoever admits to count
+        assert pool.counts == PoolCounts(evicted=1)  # tokens looked up and found are counted by the scheduler
 
     CORRUPTIONS: list[tuple[str, Callable[[Any], object]]] = [  # noqa: RUF012
         ("free twice", lambda pool: pool._free.append(pool._free[0])),

@@ -198,11 +198,11 @@ class TestBlocks:
         cache = PagedCache(GQA, 8, 4, "cpu", torch.float32)
         one = Text.random(GQA, 9, [0, 1, 2])
         step(cache, [(one, 6)])
-        twin = Text(*(x.clone() for x in (one.q, one.k, one.v)), BlockTable([0, 5, 6], 6))
-        for x in (twin.q, twin.k, twin.v):
+        fork = Text(*(x.clone() for x in (one.q, one.k, one.v)), BlockTable([0, 5, 6], 6))
+        for x in (fork.q, fork.k, fork.v):
             x[:, 6:] = torch.randn_like(x[:, 6:])
-        step(cache, [(one, 1), (twin, 1)], [(1, 5)])
-        step(cache, [(one, 2), (twin, 2)])
+        step(cache, [(one, 1), (fork, 1)], [(1, 5)])
+        step(cache, [(one, 2), (fork, 2)])
 
     def test_bytes(self) -> None:
         cache = PagedCache(GQA, 6, 4, "cpu", torch.bfloat16)

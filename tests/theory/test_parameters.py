@@ -314,7 +314,7 @@ def test_parts_that_cannot_be() -> None:
         MLA(0, None, 1, 1, 1)
     with pytest.raises(ModelError, match=r"top_k \(3\) must not exceed n_experts \(2\)"):
         MoE(2, 3, 4)
-    with pytest.raises(ModelError, match="d_shared must not be negative"):
+    with pytest.raises(ModelError, match="d_shared must be at least 0"):
         MoE(2, 1, 4, d_shared=-1)
     with pytest.raises(ModelError, match="sliding window: size must be at least 1"):
         SlidingWindow(0)
