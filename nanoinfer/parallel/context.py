@@ -90,7 +90,6 @@ def ring_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, tokens: 
     ``2 * B * n_kv * ceil(tokens / n) * d_h`` numbers.
 
     Args:
-        comm: to the other ranks.
         q: ``[B, n_q, T, d_h]``, the queries of this rank's chunks, concatenated.
         k, v: ``[B, n_kv, T, d_h]``, their keys and values.
         tokens: in the whole prompt.
@@ -142,18 +141,8 @@ class RingCache:
     The first forward pass is the prompt, each rank with the tokens of its :func:`rank_positions`. Later passes have one
     token a row, the same on all ranks, which take turns in storing its keys and values.
 
-    Args:
-        config: of the whole model.
-        comm: to the other ranks.
-        rows: B, all of one length.
-        tokens: in each prompt.
-        room: tokens that may follow.
-        device, dtype: of this rank's keys and values.
-        overlap: see :func:`ring_attention`.
-
-    Attributes:
-        length: tokens a row that all ranks hold together.
-        own: this rank's part.
+    It has ``rows`` prompts of ``tokens`` each and ``room`` for the tokens that follow. ``length`` counts the tokens of
+    a row on all ranks together; ``own`` is this rank's part. ``overlap``: see :func:`ring_attention`.
     """
 
     def __init__(

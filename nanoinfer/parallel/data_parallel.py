@@ -39,11 +39,8 @@ def generate(
 ) -> dict[str, Any]:
     """A task for :func:`~nanoinfer.parallel.launch.launch`: this rank's engine serves its share of the prompts.
 
-    Args:
-        comm: to start together; nothing else is sent.
-        model: as of :func:`nanoinfer.load`, like ``engine`` and ``options``.
-        prompts: of all replicas.
-        params: fields of :class:`~nanoinfer.sampling.params.SamplingParams`.
+    Ranks start together, and nothing else is sent. ``model``, ``engine`` and ``options`` are those of
+    :func:`nanoinfer.load`, ``params`` fields of :class:`~nanoinfer.sampling.params.SamplingParams`.
 
     Returns:
         The indices of this rank's ``prompts``, their ``token_ids``, and when they ``began`` and ``ended``, in seconds

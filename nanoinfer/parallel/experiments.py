@@ -75,15 +75,10 @@ def compare_strategies(
     rounds: int = 2,
     **place: Any,
 ) -> dict[str, dict[str, Any]]:
-    """The same prompts answered in several strategies.
+    """The same prompts, of one length, answered by a model in several :data:`STRATEGIES`.
 
-    Args:
-        comm: to the other ranks.
-        model: by name; ``place`` has its ``device``, ``dtype`` and ``seed``.
-        prompts: of one length. Replicas divide them, in every other strategy they are one batch.
-        new: tokens of each answer, greedy.
-        strategies: of :data:`STRATEGIES`.
-        rounds: that are measured, after one of two tokens that warms up.
+    Replicas divide the prompts, in every other strategy they are one batch. Answers have ``new`` tokens, greedy. Two
+    tokens warm up. ``place`` has the model's ``device``, ``dtype`` and ``seed``.
 
     Returns:
         of each strategy that this rank took part in: ``token_ids`` of its prompts; ``prefill_s`` of each round and
@@ -214,21 +209,15 @@ def measure_bubble(
 ) -> list[dict[str, Any]]:
     """Busy and wall-clock time of a prefill over equal stages, for several numbers of micro-batches.
 
-    Args:
-        comm: to the other stages.
-        micro_batches: divisors of ``rows``.
-        layers_per_stage: of a random model of :data:`SHAPE`.
-        rows: prompts in the batch.
-        tokens: in each prompt.
-        repeats: passes of each number, after one that is dropped.
-        device: of all ranks.
+    The model is random, of :data:`SHAPE`; the batch has ``rows`` prompts of ``tokens`` each. A first pass of each
+    number is dropped.
 
     Returns:
         of each number of ``micro_batches`` ``busy_s``, what this stage computed in each pass, and ``wall_s``, until
         all stages were done.
 
     Raises:
-        RequestError: micro-batches of different sizes.
+        RequestError: micro-batches that do not divide the rows.
     """
     if odd := [m for m in micro_batches if m < 1 or rows % m]:
         raise RequestError(f"{rows} rows cannot be cut into {odd[0]} equal micro-batches; take a divisor of {rows}")
@@ -307,14 +296,10 @@ def measure_overlap(
     repeats: int = 5,
     device: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Prefill of one prompt with the ring's exchanges during attention, and before it.
+    """Prefill of one prompt with the ring's exchanges during attention, and in turn with it.
 
-    Args:
-        comm: to the other ranks.
-        tokens: in the prompt; each is a measurement of its own.
-        layers: of a random model of :data:`SHAPE`, with a KV head for every query head: the hardest case for the ring.
-        repeats: passes of each case, after one that is dropped.
-        device: of all ranks.
+    The model is random, of :data:`SHAPE`: a KV head for every query head is the hardest case for the ring. Each number
+    of ``tokens`` is a measurement of its own, whose first pass is dropped.
 
     Returns:
         of each number of ``tokens``, in each pass: ``overlapped_s`` and ``in_turn_s`` from the first token to the end

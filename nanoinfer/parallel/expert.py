@@ -113,12 +113,8 @@ def generate(
 ) -> dict[str, Any]:
     """A task for :func:`~nanoinfer.parallel.launch.launch`: every n-th prompt is this rank's.
 
-    Args:
-        comm: to the other ranks.
-        model: by name; ``place`` has its ``device``, ``dtype`` and ``seed``.
-        prompts: of all ranks; a rank may get none.
-        params: fields of :class:`~nanoinfer.sampling.params.SamplingParams`.
-        engine: by name.
+    ``params`` are fields of :class:`~nanoinfer.sampling.params.SamplingParams`; ``place`` has the model's ``device``,
+    ``dtype`` and ``seed``. A rank may get no prompts.
 
     Returns:
         The indices of this rank's ``prompts`` and their ``token_ids``, for :func:`~.data_parallel.in_order`; rows

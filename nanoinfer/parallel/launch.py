@@ -45,7 +45,6 @@ def launch(
     Args:
         task: ``module:function``, called as ``function(comm, **options)``; options and result must fit in JSON.
         ranks: 1 to 64. On CPUs they share the cores evenly; on GPUs each has its own.
-        options: of the function.
         timeout_s: after which every rank is stopped.
         device: ``cpu`` (gloo over the loopback interface) or ``cuda`` (NCCL).
 
