@@ -22,15 +22,15 @@ from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
-from nanoinfer.engines.scheduler import Scheduler, StepPlan
+from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import chunk_gaps, ttft
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.simulate.simulate import simulate, step_seconds
-from nanoinfer.theory.roofline import batched_seconds
+from nanoinfer.simulate.simulator import simulate
+from nanoinfer.theory.roofline import StepTimes, batched_seconds
 from nanoinfer.workload.items import WorkItem, log_normal_work
 
 PROMPTS, OUTPUTS = (16, 512), (8, 256)
@@ -157,11 +157,10 @@ def predicted(loaded: LoadedModel, work: Sequence[WorkItem]) -> dict[str, float]
     config, machine = loaded.model.config, this_machine(loaded, fresh=True)
     prompts, outputs = [len(w.prompt) for w in work], [w.output for w in work]
     scheduler = Scheduler(BlockPool(4096), ROWS)
-    seconds: Callable[[StepPlan], float] = step_seconds(config, machine)
     tokens = sum(outputs)
     return {
         "static": tokens / sum(batched_seconds(config, machine, prompts, outputs, ROWS)),
-        "continuous": tokens / max(t.t_end or 0.0 for t in simulate(work, scheduler, seconds)),
+        "continuous": tokens / max(t.t_end or 0.0 for t in simulate(work, scheduler, StepTimes(config, machine))),
     }
 
 

@@ -27,7 +27,7 @@ from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import collect
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.simulate.virtual import simulated
+from nanoinfer.simulate.simulator import simulate
 from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem, parse_lengths, schedule_at, synthetic
@@ -47,7 +47,7 @@ def requests(vocab_size: int, n: int, seed: int, stream: str = "measured") -> li
 def virtually(work: Sequence[WorkItem], times: StepTimes, blocks: int) -> list[Trace]:
     """On the virtual clock, with the engine's sizes."""
     scheduler = Scheduler(BlockPool(blocks, BLOCK, share_prefixes=False), RUNNING, BUDGET)
-    return list(simulated(sorted(work, key=lambda w: w.at), scheduler, times))
+    return list(simulate(sorted(work, key=lambda w: w.at), scheduler, times))
 
 
 def really(loaded: LoadedModel, work: Sequence[WorkItem], warmup: Sequence[WorkItem]) -> tuple[Run, int]:

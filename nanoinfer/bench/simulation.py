@@ -13,7 +13,7 @@ from typing import Any, Final
 from nanoinfer.bench.summary import WindowScores, figure, rate, wilson
 from nanoinfer.measure.stats import TAILS, BatchMeans, BinnedBatchMeans, least_n
 from nanoinfer.measure.trace import Trace
-from nanoinfer.simulate.virtual import Span
+from nanoinfer.simulate.simulator import Span
 
 RATES: Final = ("output_tok_s", "requests_s", "input_tok_s")
 #: Traces that are scored at a time.

@@ -32,7 +32,7 @@ from nanoinfer.predict.target import (
     model_row,
     target_named,
 )
-from nanoinfer.simulate.virtual import simulated
+from nanoinfer.simulate.simulator import simulate
 from nanoinfer.theory import capacity, cost
 from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import gamma
@@ -105,7 +105,7 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
         scores = SimulationScores(WARMUP * expected, expected, fit.blocks, slo, options.replicas)
         for replica in range(options.replicas):
             turn = islice(load.works(rate), replica, None, options.replicas)
-            scores.add_all(simulated(turn, scheduler(), times, scores.add_span))
+            scores.add_all(simulate(turn, scheduler(), times, scores.add_span))
         return scores
 
     scheduler().refuse(prompts.high + outputs.high - 1)

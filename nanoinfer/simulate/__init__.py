@@ -1,0 +1,1 @@
+"""The real scheduler on a computed clock: start with `simulator.simulate`."""

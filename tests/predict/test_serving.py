@@ -25,9 +25,8 @@ from nanoinfer.predict.memory import fit
 from nanoinfer.predict.options import FitOptions, PlanOptions, SimulateOptions
 from nanoinfer.predict.serving import SimulatedLoad, highest_rate, plan, simulate_serving
 from nanoinfer.predict.terminal import show_simulate
-from nanoinfer.simulate.simulate import simulate, step_seconds
-from nanoinfer.simulate.virtual import Span
-from nanoinfer.theory.roofline import Machine, mixed_step
+from nanoinfer.simulate.simulator import Span, simulate
+from nanoinfer.theory.roofline import Machine, StepTimes, mixed_step
 from nanoinfer.workload.arrivals import gamma
 from nanoinfer.workload.items import Lengths
 
@@ -56,15 +55,17 @@ def test_a_lone_request_takes_what_the_roofline_says() -> None:
 
 
 def test_the_record_is_the_plain_simulation_scored() -> None:
-    """Every figure once more: all traces kept, the plain clock, and the metrics of a whole run."""
+    """Every figure once more: all traces kept, every step planned, and the metrics of a whole run."""
     found = simulated(slo=SLO)
     blocks = fit(FitOptions(MODEL, GPU, context=1))["kv_blocks"]
     assert found["engine_settings"]["kv_blocks"] == blocks
     load = SimulatedLoad(400, Lengths("uniform", 10, 200), Lengths("uniform", 2, 60), 1.0, 0)
-    traces = simulate(
-        list(load.works(50.0)),
-        Scheduler(BlockPool(blocks, 16, False), 256, 2048),
-        step_seconds(SHAPES[MODEL], Machine.datasheet(GPU, "bfloat16")),
+    traces = list(
+        simulate(
+            load.works(50.0),
+            Scheduler(BlockPool(blocks, 16, False), 256, 2048),
+            StepTimes(SHAPES[MODEL], Machine.datasheet(GPU, "bfloat16")).seconds,
+        )
     )
     start, end = found["window"]["start_s"], found["window"]["end_s"]
     assert (start, end) == (pytest.approx(0.8), 8.0)

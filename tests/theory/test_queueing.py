@@ -13,7 +13,7 @@ from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import BatchMeans
-from nanoinfer.simulate.virtual import Span, simulated
+from nanoinfer.simulate.simulator import Span, simulate
 from nanoinfer.theory.queueing import md1_wait, mg1_wait, mm1_wait
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem
@@ -67,7 +67,7 @@ def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
     n, warm = 40_000, 4_000
     work = (WorkItem(b"\0" * 8, 4, at) for at in islice(poisson(load, seed=11), n))
     waits = BatchMeans(warm / load, n / load)
-    for trace in simulated(work, one_at_a_time(), Fixed(0.25)):
+    for trace in simulate(work, one_at_a_time(), Fixed(0.25)):
         assert trace.t_start is not None and trace.t_end is not None
         assert trace.t_end - trace.t_start == pytest.approx(1.0)
         if trace.t_scheduled >= warm / load:
@@ -87,7 +87,7 @@ def test_the_mean_wait_is_that_of_m_m_1() -> None:
     work = (WorkItem(b"\0", output, at) for at, output in zip(poisson(load, seed=6), outputs, strict=False))
     waits = BatchMeans(0.0, n / load)
     scheduler = Scheduler(BlockPool(2**12, 16, share_prefixes=False), max_running=1, token_budget=16)
-    for trace in simulated(work, scheduler, Fixed(1 / steps)):
+    for trace in simulate(work, scheduler, Fixed(1 / steps)):
         waits.add(trace.t_scheduled, (trace.t_start or 0.0) - trace.t_scheduled)
     found = waits.mean(confidence=0.99)
     assert found.low is not None and found.high is not None
@@ -108,7 +108,7 @@ def test_littles_law_holds_exactly_over_a_whole_run() -> None:
         gone.extend([span.end] * len(leaving))
         leaving.clear()
 
-    traces = list(simulated(work, scheduler, Fixed(0.05), note))
+    traces = list(simulate(work, scheduler, Fixed(0.05), note))
     end, area = gone[-1], sum(gone) - sum(w.at for w in work)
     law = metrics.little(traces, 0.0, end + 1)
     assert len(gone) == len(traces) == 400 and law.concurrency * (end + 1) == pytest.approx(area, rel=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import islice
 
 import pytest
@@ -11,6 +12,8 @@ from nanoinfer.errors import RequestError
 from nanoinfer.workload.items import (
     WorkItem,
     from_pairs,
+    log_normal,
+    log_normal_work,
     parse_lengths,
     schedule_at,
     split_warmup,
@@ -91,3 +94,23 @@ def test_a_text_has_no_ids() -> None:
     assert WorkItem((1, 2), 1).ids == [1, 2]
     with pytest.raises(RequestError, match="token ids"):
         _ = WorkItem("text", 1).ids
+
+
+def test_log_normal_lengths_keep_their_bounds_and_their_middle() -> None:
+    rng = random.Random(0)
+    lengths = sorted(log_normal(rng, 16, 512) for _ in range(4000))
+    assert lengths[0] >= 16 and lengths[-1] <= 512
+    assert lengths[2000] == pytest.approx((16 * 512) ** 0.5, rel=0.05)
+    assert within(lengths, 38, 215) == pytest.approx(0.683 / 0.954, abs=0.03)  # one deviation of the two that are kept
+    with pytest.raises(RequestError, match="upwards"):
+        log_normal(rng, 0, 4)
+
+
+def within(values: Sequence[int], low: int, high: int) -> float:
+    return sum(low <= v <= high for v in values) / len(values)
+
+
+def test_work_is_what_its_seed_says() -> None:
+    work = log_normal_work(50, 100, (4, 64), (2, 32), seed=7)
+    assert work == log_normal_work(50, 100, (4, 64), (2, 32), seed=7) != log_normal_work(50, 100, (4, 64), (2, 32))
+    assert all(4 <= len(w.prompt) <= 64 and 2 <= w.output <= 32 and max(w.prompt) < 100 for w in work)
