@@ -34,6 +34,9 @@ GGUF_PATTERNS: Mapping[str, str] = {
 class UnsupportedTokenizer(TokenizerError):
     """An undamaged tokenizer that tiktoken would not run exactly: its model takes token ids only."""
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; give prompts as token ids")
+
 
 # --- byte-level BPE -------------------------------------------------------------
 
@@ -70,10 +73,7 @@ def _ranks(vocab: Mapping[str, int], merges: Iterable[str | Sequence[str]], wher
         if len(parts) != 2 or token not in vocab or (raw := _to_bytes(token)) is None:
             raise TokenizerError(f"{where}: merge {number} ({merge!r}) does not make a token of the vocabulary")
         if vocab[token] < last:
-            raise UnsupportedTokenizer(
-                f"{where}: token ids are not in merge order (merge {number}, {merge!r}), "
-                "so tiktoken cannot run it exactly; give prompts as token ids"
-            )
+            raise UnsupportedTokenizer(f"{where}: token ids are not in merge order (merge {number}, {merge!r})")
         last = ranks[raw] = vocab[token]
     return ranks
 
@@ -121,13 +121,11 @@ def from_gguf(meta: Mapping[str, Any], name: str = "GGUF tokenizer") -> Tokenize
     """From a GGUF header (key to value)."""
     key = "tokenizer.ggml."
     if (kind := meta.get(key + "model")) != "gpt2":
-        raise UnsupportedTokenizer(f"{name}: tokenizer '{kind}' is not byte-level BPE; give prompts as token ids")
+        raise UnsupportedTokenizer(f"{name}: tokenizer '{kind}' is not byte-level BPE")
     pre = meta.get(key + "pre", "default")
     if pre not in GGUF_PATTERNS:
-        raise UnsupportedTokenizer(
-            f"{name}: pre-tokenizer '{pre}' is not supported (known: {', '.join(GGUF_PATTERNS)}); "
-            "give prompts as token ids"
-        )
+        known = ", ".join(GGUF_PATTERNS)
+        raise UnsupportedTokenizer(f"{name}: pre-tokenizer '{pre}' is not supported (known: {known})")
     for part in ("tokens", "merges"):
         if not meta.get(key + part):
             raise TokenizerError(f"{name}: '{key}{part}' is missing; is the file damaged?")
@@ -178,12 +176,10 @@ def _pattern_of(data: Mapping[str, Any], name: str) -> str:
     """The pattern that equals a tokenizer.json's pipeline, or a refusal."""
     model = data["model"]
     if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-        raise UnsupportedTokenizer(f"{name}: only byte-level BPE is supported; give prompts as token ids")
+        raise UnsupportedTokenizer(f"{name}: only byte-level BPE is supported")
     odd = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
     if odd or data.get("normalizer"):
-        raise UnsupportedTokenizer(
-            f"{name}: '{(odd or ['normalizer'])[0]}' is not supported; give prompts as token ids"
-        )
+        raise UnsupportedTokenizer(f"{name}: '{(odd or ['normalizer'])[0]}' is not supported")
     pre = data.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     match [(step.get("type"), step) for step in steps]:
@@ -198,9 +194,9 @@ def _pattern_of(data: Mapping[str, Any], name: str) -> str:
             pattern = regex + r"|[\s\S]"  # tiktoken would drop what a pattern leaves unmatched
         case _:
             kinds = " + ".join(str(step.get("type")) for step in steps)
-            raise UnsupportedTokenizer(f"{name}: pre-tokenizer '{kinds}' is not supported; give prompts as token ids")
+            raise UnsupportedTokenizer(f"{name}: pre-tokenizer '{kinds}' is not supported")
     if last.get("add_prefix_space"):
-        raise UnsupportedTokenizer(f"{name}: add_prefix_space is not supported; give prompts as token ids")
+        raise UnsupportedTokenizer(f"{name}: add_prefix_space is not supported")
     return pattern
 
 
