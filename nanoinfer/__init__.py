@@ -1,7 +1,15 @@
-"""nanoinfer: LLM inference from first principles, small enough to read.
+"""nanoinfer: LLM inference from first principles, small enough to read. Folders from the bottom up:
 
-Importing this package is quick and brings no torch: the names below are loaded when
-they are first used.
+- ``configs`` shapes of models; ``text`` tokenizers; ``sampling`` from logits to a token; ``models``; ``cache`` keys and
+  values; ``engines`` the loops that generate: the core, to be read in this order.
+- ``theory`` counts and predicts a step, ``measure`` times it, ``optimize`` makes it faster, ``calibrate`` measures
+  what this machine reaches.
+- ``workload`` what clients send; ``simulate`` the scheduler on a computed clock; ``serve`` an OpenAI-compatible server;
+  ``bench`` the load generator; ``parallel`` one model over several processes; ``cluster`` replicas on Ray.
+- ``predict`` the records of predict, fit, plan and simulate; ``show`` terminal, HTML and figures; ``book`` chapters;
+  ``cli`` the commands; ``data`` datasheets and texts.
+
+Importing this package is quick and brings no torch: the names below are loaded when they are first used.
 """
 
 from __future__ import annotations

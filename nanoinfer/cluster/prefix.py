@@ -68,7 +68,8 @@ class PrefixPolicy(Generic[R]):
         self._replica_of: dict[str, R] = {}
         self._turns: dict[R, int] = {}  # when each was last chosen: ties go to the one that has waited longest
         self._turn = 0
-        self._known: OrderedDict[int, set[R]] = OrderedDict()  # the least recently used first
+        #: Replicas that were sent each prefix, the least recently used first.
+        self.known: OrderedDict[int, set[R]] = OrderedDict()
 
     def keep(self, replicas: Iterable[R]) -> None:
         """These run now; the caches and the requests of others are lost."""
@@ -87,7 +88,7 @@ class PrefixPolicy(Generic[R]):
     def rank(self, chunks: Sequence[int]) -> list[R]:
         """All replicas, the best first: those below the bound, then by the longest prefix, then by the least load."""
         bound = self.bound
-        depths = self._depths(chunks)
+        depths = self.depths(chunks)
 
         def rank_key(replica: R) -> tuple[bool, int, int, int]:
             load = self.load[replica]
@@ -111,10 +112,10 @@ class PrefixPolicy(Generic[R]):
         self._turn += 1
         self._turns[replica] = self._turn
         for prefix in reversed(chunks):  # so that a long prefix is forgotten before the short ones in it
-            self._known.setdefault(prefix, set()).add(replica)
-            self._known.move_to_end(prefix)
-        while len(self._known) > self.capacity:
-            self._known.popitem(last=False)
+            self.known.setdefault(prefix, set()).add(replica)
+            self.known.move_to_end(prefix)
+        while len(self.known) > self.capacity:
+            self.known.popitem(last=False)
 
     def end(self, request: str) -> None:
         """A request has ended; calling it again does nothing."""
@@ -122,11 +123,11 @@ class PrefixPolicy(Generic[R]):
         if replica is not None:
             self.load[replica] -= 1
 
-    def _depths(self, chunks: Sequence[int]) -> dict[R, int]:
+    def depths(self, chunks: Sequence[int]) -> dict[R, int]:
         """How many chunks of the prompt each replica has been sent before."""
         depths: dict[R, int] = {}
         for depth, prefix in enumerate(chunks, start=1):
-            holders = self._known.get(prefix)
+            holders = self.known.get(prefix)
             if holders is None:
                 break
             holders.intersection_update(self.load)  # without replicas that are gone

@@ -66,7 +66,7 @@ def test_load_is_bounded_and_what_spills_over_is_known_in_both_places() -> None:
     assert min(found.load.values()) >= 25  # of 100, the mean being 50 and the slack 0.5
     for n in range(100):
         found.end(str(n))
-    assert found._depths([1]) == {"a": 1, "b": 1}
+    assert found.depths([1]) == {"a": 1, "b": 1}
 
 
 def test_without_a_known_beginning_all_replicas_get_the_same() -> None:
@@ -83,7 +83,7 @@ def test_one_that_is_gone_is_not_ranked_and_takes_its_load_with_it() -> None:
     found.keep("bc")
     assert found.load == {"b": 1, "c": 0}
     assert found.rank([1])[0] == "c"  # a's beginning went with it, so the least to do
-    assert found._known[1] == set()  # nor does its name stay
+    assert found.known[1] == set()  # nor does its name stay
     found.end("1")  # its end comes late, and belongs to no replica
     found.end("2")
     found.end("2")
@@ -107,11 +107,11 @@ def test_memory_is_bounded_and_a_long_beginning_is_forgotten_before_the_short_on
     found = policy("ab", capacity=4)
     found.begin("1", "a", [1, 2, 3, 4])
     found.begin("2", "b", [9])
-    assert list(found._known) == [3, 2, 1, 9]
-    assert found._depths([1, 2, 3, 4]) == {"a": 3}
+    assert list(found.known) == [3, 2, 1, 9]
+    assert found.depths([1, 2, 3, 4]) == {"a": 3}
     found.begin("3", "a", [1])  # used again, so kept
     found.begin("4", "b", [8, 7])
-    assert set(found._known) == {9, 1, 8, 7}
+    assert set(found.known) == {9, 1, 8, 7}
 
 
 def test_conversations_find_their_past_and_taking_turns_does_not() -> None:
