@@ -294,17 +294,17 @@ class _Bench:
     def launches(self) -> None:
         import torch
 
-        one = torch.ones(1, device=self.device)
-        self.add(("launch",), _Item(lambda: one.add_(1), 1, calls=200, wait=False))
+        scalar = torch.ones(1, device=self.device)
+        self.add(("launch",), _Item(lambda: scalar.add_(1), 1, calls=200, wait=False))
 
         def launch_and_wait() -> None:
-            one.add_(1)
+            scalar.add_(1)
             clock.synchronize(self.device)
 
         self.add(("launch_synced",), _Item(launch_and_wait, 1, calls=200))
 
     def run(self, until: float) -> int:
-        """Rounds of one sample each, at least one, until the time given. Returns how many."""
+        """Rounds of one sample each, at least one, until a time on the clock. Returns how many."""
         rounds, longest = 0, 0.0
         while rounds < MAX_ROUNDS:
             start = clock.now()
