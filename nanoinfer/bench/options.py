@@ -15,6 +15,7 @@ import typer
 from nanoinfer.bench.summary import METRICS
 from nanoinfer.bench.sweep import Kind, parse_levels
 from nanoinfer.errors import RequestError, check, nearest
+from nanoinfer.option_types import Share, Slo
 from nanoinfer.workload import arrivals, files, items
 from nanoinfer.workload.items import WorkItem, schedule_at
 
@@ -69,8 +70,8 @@ class BenchConfig:
     ] = None
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0
-    slo: Annotated[str | None, typer.Option(help="Limits of a good request, as in ttft=200ms,tpot=50ms.")] = None
-    share: Annotated[float, typer.Option(help="Share of good requests at which a load still meets the SLO.")] = 0.99
+    slo: Slo = None
+    share: Share = 0.99
     out: Annotated[
         Path | None, typer.Option(help="Folder for traces.jsonl, run.json, summary.json and report.html.")
     ] = None
