@@ -38,7 +38,7 @@ MOST_LEVELS: Final = 64
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One level and the summary of its run (:func:`nanoinfer.bench.summary.summarise`)."""
 
     level: float
@@ -76,16 +76,16 @@ class Sweep:
     kind: Kind
     slo: Mapping[str, float] | None
     needed: float
-    points: list[Point] = field(default_factory=list)
+    points: list[SweepPoint] = field(default_factory=list)
     stopped: str | None = None
 
     @property
-    def knee(self) -> Point | None:
+    def knee(self) -> SweepPoint | None:
         """The level with the most power."""
         return max((p for p in self.points if p.power is not None), key=lambda p: p.power or 0.0, default=None)
 
     @property
-    def highest(self) -> Point | None:
+    def highest(self) -> SweepPoint | None:
         """The highest level up to which every level had the needed share of good requests."""
         good = takewhile(lambda point: point.share is not None and point.share >= self.needed, self.points)
         return max(good, key=lambda point: point.level, default=None)
@@ -140,7 +140,7 @@ class Sweep:
         return notes
 
 
-def saturated(before: Sequence[Point], last: Point) -> str | None:
+def saturated(before: Sequence[SweepPoint], last: SweepPoint) -> str | None:
     """Why no higher level will do more work than ``last``, or ``None``; the rule stands in the module's text."""
     if not last.summary["requests"]["ok"]:
         return f"no request ended well at {last.level:g}"
@@ -164,7 +164,7 @@ async def sweep(
     *,
     kind: Kind = "rate",
     needed: float = 0.99,
-    watch: Callable[[Point], None] | None = None,
+    watch: Callable[[SweepPoint], None] | None = None,
 ) -> Sweep:
     """Run level after level until they are through, the system is saturated, or a run was interrupted.
 
@@ -184,7 +184,7 @@ async def sweep(
     result = Sweep(kind, slo, needed)
     for level in levels:
         run = await make_run(level)
-        result.points.append(point := Point(level, summarise(run, slo)))
+        result.points.append(point := SweepPoint(level, summarise(run, slo)))
         if watch is not None:
             watch(point)
         if run.interrupted:
