@@ -1,13 +1,25 @@
-"""nanoinfer: LLM inference from first principles, small enough to read. Folders from the bottom up:
+"""nanoinfer: LLM inference from first principles, small enough to read.
 
-- ``configs`` shapes of models; ``text`` tokenizers; ``sampling`` from logits to a token; ``models``; ``cache`` keys and
-  values; ``engines`` the loops that generate: the core, to be read in this order.
-- ``theory`` counts and predicts a step, ``measure`` times it, ``optimize`` makes it faster, ``calibrate`` measures
-  what this machine reaches.
-- ``workload`` what clients send; ``simulate`` the scheduler on a computed clock; ``serve`` an OpenAI-compatible server;
-  ``bench`` the load generator; ``parallel`` one model over several processes; ``cluster`` replicas on Ray.
-- ``predict`` the records of predict, fit, plan and simulate; ``show`` terminal, HTML and figures; ``book`` chapters;
-  ``cli`` the commands; ``data`` datasheets and texts.
+The package's folders from the bottom to the top; each imports only from those before it in this list, and says what to
+read first:
+
+- ``errors``, ``log``, ``store``, ``option_types``: one-line errors, lines for people, cached files, shared options
+- ``data``: datasheets and texts that ship with the library; ``show``: text, tables and figures
+- ``configs``: the shape of a model; ``text``: tokenizer and chat templates; ``sampling``: from logits to a token
+- ``workload``: which requests come, and when
+- ``theory``: parameters, arithmetic, roofline, several devices; formulas only, no torch
+- ``models``: GPT-2, Llama and mixtures of experts, and what brings their weights in
+- ``measure``: trace, metrics, statistics, meters; ``cache``: the KV caches
+- ``optimize``: what makes a step faster: fused, packed, quantised, compiled, a C++ kernel, CUDA graphs
+- ``engines``: from the naive loop to continuous batching and speculative decoding
+- ``simulate``: the scheduler on a computed clock; ``parallel``: one model over several processes
+- ``serve``: an OpenAI-compatible server
+- ``calibrate``: the ceilings of this machine, measured; ``cluster``: replicas and batches on Ray
+- ``bench``: load generator and sweeps
+- ``predict``: time, memory and cost on devices that need not be there; ``book``: chapters and pages
+- ``cli``: the command line
+
+A reader who wants to rebuild it reads configs, text, sampling, models, cache and engines, in this order.
 
 Importing this package is quick and brings no torch: the names below are loaded when they are first used.
 """

@@ -22,10 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
 from nanoinfer.cluster.prefix import chunks_of
-from nanoinfer.serve import errors as problems
-from nanoinfer.serve.app import Left, unless_left
-from nanoinfer.serve.errors import Problem
-from nanoinfer.serve.middleware import Guard
+from nanoinfer.serve.app import ClientDisconnected, unless_disconnected
+from nanoinfer.serve.errors import APIError, install_handlers, to_api_error
+from nanoinfer.serve.middleware import LimitsMiddleware
 from nanoinfer.serve.service import Limits
 
 ATTEMPTS = 3
@@ -149,14 +148,14 @@ class Gateway:
         deadline = asyncio.get_running_loop().time() + seconds
         self.counts.requests += 1
         try:
-            return await unless_left(self._response(forwarded, chunks_of(forwarded.body), deadline), request)
-        except Left:
+            return await unless_disconnected(self._response(forwarded, chunks_of(forwarded.body), deadline), request)
+        except ClientDisconnected:
             return Response(status_code=499)  # client closed request (nginx)
         except TimeoutError:
-            raise Problem(504, f"no replica answered within {seconds:g} s", code="no_replica") from None
+            raise APIError(504, f"no replica answered within {seconds:g} s", code="no_replica") from None
 
     async def _response(self, request: ForwardedRequest, chunks: list[int], deadline: float) -> Response:
-        """An answer that has begun, or is whole. Raises TimeoutError, and :class:`Problem`."""
+        """An answer that has begun, or is whole. Raises TimeoutError, and :class:`APIError`."""
         for attempt in range(ATTEMPTS):
             self.counts.retried += attempt > 0
             source = self.forward(request, chunks)
@@ -175,11 +174,11 @@ class Gateway:
                 return Response(b"".join(bodies), start["status"], headers)
             return StreamingResponse(self._rest(bodies, source, deadline), start["status"], headers)
         self.counts.lost += 1
-        raise Problem(503, f"{ATTEMPTS} replicas were lost over this request; try again later", code="replica_lost")
+        raise APIError(503, f"{ATTEMPTS} replicas were lost over this request; try again later", code="replica_lost")
 
     async def _rest(self, bodies: list[bytes], source: MessageBatches, deadline: float) -> AsyncGenerator[bytes, None]:
         """What has come of a stream, and what comes; an error frame where it breaks off."""
-        problem = Problem(503, "the replica that answered is gone; ask again", code="replica_lost")
+        api_error = APIError(503, "the replica that answered is gone; ask again", code="replica_lost")
         try:
             yield b"".join(bodies)
             while True:
@@ -189,16 +188,16 @@ class Gateway:
                 if is_end(batch[-1]):
                     return
         except TimeoutError:
-            problem = Problem(504, "the answer took too long")
+            api_error = APIError(504, "the answer took too long")
         except (ReplicaLost, StopAsyncIteration):
             pass
         except Exception as error:
             logging.getLogger(__name__).exception("an answer broke off")
-            problem = problems.of(error)
+            api_error = to_api_error(error)
         finally:
             await source.aclose()
         self.counts.lost += 1
-        yield problem.frame()
+        yield api_error.frame()
 
 
 async def _head(source: MessageBatches) -> list[Message]:
@@ -221,8 +220,8 @@ def _is_stream(start: Message) -> bool:
 def make_app(gateway: Gateway, metrics: Callable[[], Awaitable[bytes]], api_key: str | None = None) -> FastAPI:
     """The application: every path but ``/metrics``, which has ``metrics``, is passed on."""
     app = FastAPI(title="nanoinfer", openapi_url=None, docs_url=None, redoc_url=None)
-    problems.install(app)
-    app.add_middleware(Guard, api_key=api_key, body_bytes=gateway.limits.body_bytes)
+    install_handlers(app)
+    app.add_middleware(LimitsMiddleware, api_key=api_key, body_bytes=gateway.limits.body_bytes)
 
     @app.get("/metrics")
     async def _metrics() -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nanoinfer.cluster import ClusterServeOptions
@@ -21,8 +21,10 @@ from nanoinfer.engines.async_engine import QueueFull
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.registry import find_model
 from nanoinfer.serve.app import make_app as make_replica_app
-from nanoinfer.serve.errors import Problem
-from nanoinfer.serve.run import answer, listen, open_service
+from nanoinfer.serve.errors import APIError
+from nanoinfer.serve.options import ServeOptions
+from nanoinfer.serve.run import listen, open_service
+from nanoinfer.serve.run import run_app as run_server
 from nanoinfer.serve.service import Limits
 
 APP = "nanoinfer"
@@ -32,13 +34,10 @@ METRICS_S = 5.0  # in which the replicas must give theirs
 
 
 class Replica:
-    """One engine, answering through the app that ``nanoinfer serve`` runs. Ray Serve starts, watches and restarts it.
+    """One engine, answering through the app that ``nanoinfer serve`` runs. Ray Serve starts and restarts it."""
 
-    ``options`` are those of :func:`nanoinfer.serve.run.open_service`.
-    """
-
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
-        self.service = open_service(model, **options)
+    def __init__(self, options: ServeOptions) -> None:
+        self.service = open_service(options)
         self.app = make_replica_app(self.service)
 
     async def answer(self, request: ForwardedRequest, chunks: Sequence[int]) -> MessageBatches:
@@ -51,7 +50,7 @@ class Replica:
         """Its name, and its metrics in Prometheus' format."""
         from ray import serve
 
-        return serve.get_replica_context().replica_id.unique_id, self.service.figures.text()
+        return serve.get_replica_context().replica_id.unique_id, self.service.metrics.render()
 
     def check_health(self) -> None:
         """Called by Serve every few seconds: it replaces a replica that raises here, or does not answer."""
@@ -86,11 +85,11 @@ def serve_cluster(options: ClusterServeOptions) -> None:
             try:
                 pairs = await handle.broadcast("metrics").results_async(timeout_s=METRICS_S, return_exceptions=True)
             except TimeoutError:
-                raise Problem(504, "the replicas did not give their metrics in time") from None
+                raise APIError(504, "the replicas did not give their metrics in time") from None
             return merge_metrics(dict(pair for pair in pairs if isinstance(pair, tuple)), gateway.counts)
 
         try:
-            answer(make_app(gateway, metrics, options.api_key), name, listener, options.host, options.drain)
+            run_server(make_app(gateway, metrics, options.api_key), name, listener, options.host, options.drain)
         finally:
             if options.address is not None:  # a Ray of our own goes as a whole
                 ray.serve.delete(APP)
@@ -124,15 +123,17 @@ def deploy(options: ClusterServeOptions) -> Any:
         max_constructor_retry_count=3,
         request_router_config={"request_router_class": ROUTER} if options.by_prefix else {},
     )
-    of_each = {
+    of_each = ServeOptions(
+        model=options.model,
+        name=options.name,
+        speed=None if options.speed == "auto" else options.speed,
+        queue=options.queue,
+        timeout=options.timeout,
         **options.engine_options(),
-        "speed": None if options.speed == "auto" else options.speed,
-        "name": options.name or options.model,
-        "limits": limits,
-    }
+    )
     serve.start(proxy_location="Disabled")  # the gateway is ours
     try:
-        return serve.run(deployment.bind(options.model, of_each), name=APP, route_prefix=None)
+        return serve.run(deployment.bind(of_each), name=APP, route_prefix=None)
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise NanoinferError(f"the replicas do not start: {lines[-1].strip()}") from None

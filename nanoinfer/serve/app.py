@@ -14,39 +14,38 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanoinfer.errors import RequestError
-from nanoinfer.serve import errors as problems
-from nanoinfer.serve.errors import Problem
-from nanoinfer.serve.middleware import Guard
-from nanoinfer.serve.responses import DONE, ChatForm, CompletionForm, Form
-from nanoinfer.serve.schemas import Body, ChatBody, CompletionBody
+from nanoinfer.serve.errors import APIError, install_handlers, to_api_error
+from nanoinfer.serve.middleware import LimitsMiddleware
+from nanoinfer.serve.responses import DONE, ChatFormat, CompletionFormat, ResponseFormat
+from nanoinfer.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from nanoinfer.serve.service import Answer, Service
 
 T = TypeVar("T")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": told}
-    for status, told in {
+    status: {"description": text}
+    for status, text in {
         400: "The request is at fault; the error names the field.",
         401: "The API key is missing or wrong.",
         404: "There is no such model.",
-        408: "The body did not come in time.",
+        408: "The body did not arrive in time.",
         413: "The body is too large.",
-        429: "Every place is taken; try again after Retry-After seconds.",
+        429: "No slot is free; try again after Retry-After seconds.",
         503: "The server is closing.",
         504: "The answer took too long.",
     }.items()
 }
 
 
-class Left(Exception):
-    """The client has gone: there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client has closed the connection."""
 
 
 def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     """The application.
 
     Args:
-        service: what answers; closed when the application shuts down.
+        service: closed when the application shuts down.
         api_key: that clients must give; None for none.
     """
 
@@ -57,18 +56,18 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     # The pages of documentation that FastAPI makes would load their scripts from elsewhere.
     app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, lifespan=lifespan)
-    problems.install(app)
-    app.add_middleware(Guard, api_key=api_key, body_bytes=service.limits.body_bytes)
+    install_handlers(app)
+    app.add_middleware(LimitsMiddleware, api_key=api_key, body_bytes=service.limits.body_bytes)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether it answers."""
+        """Health probe."""
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=Response, responses={401: ERRORS[401]})
     async def metrics() -> Response:
-        """For Prometheus."""
-        return Response(service.figures.text(), media_type=CONTENT_TYPE_LATEST)
+        """Metrics in Prometheus' format."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models", responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:
@@ -82,23 +81,25 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         return _model(service)
 
     @app.post("/v1/completions", responses=ERRORS)
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        """Go on from prompts."""
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
         service.check_model(body.model)
         service.check_choices(len(body.prompt), body.n)
-        prompts = [await service.cut(prompt) for prompt in body.prompt]
-        params = [body.params(service.room(ids, body.max_tokens), body.logprobs) for ids in prompts]
-        form = CompletionForm(service.name, int(time.time()), service.engine.tokenizer, body.echo)
+        prompts = [await service.tokenize(prompt) for prompt in body.prompt]
+        params = [body.params(service.remaining_context(ids, body.max_tokens), body.logprobs) for ids in prompts]
+        form = CompletionFormat(service.name, int(time.time()), service.engine.tokenizer, body.echo)
         return await _answered(await service.start(prompts, params), form, body, request)
 
     @app.post("/v1/chat/completions", responses=ERRORS)
-    async def chat(body: ChatBody, request: Request) -> Response:
+    async def chat(body: ChatRequest, request: Request) -> Response:
         """The assistant's next turn."""
         service.check_model(body.model)
         service.check_choices(1, body.n)
-        ids = await service.cut_chat([message.as_dict() for message in body.messages])
-        params = body.params(service.room(ids, body.limit), (body.top_logprobs or 0) if body.logprobs else None)
-        form = ChatForm(service.name, int(time.time()), service.engine.tokenizer)
+        ids = await service.tokenize_chat([message.as_dict() for message in body.messages])
+        params = body.params(
+            service.remaining_context(ids, body.limit), (body.top_logprobs or 0) if body.logprobs else None
+        )
+        form = ChatFormat(service.name, int(time.time()), service.engine.tokenizer)
         return await _answered(await service.start([ids], [params]), form, body, request)
 
     return app
@@ -114,7 +115,7 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-async def _answered(answer: Answer, form: Form, body: Body, request: Request) -> Response:
+async def _answered(answer: Answer, form: ResponseFormat, body: GenerationRequest, request: Request) -> Response:
     if body.stream:
         return StreamingResponse(
             _frames(answer, form, body),
@@ -122,19 +123,19 @@ async def _answered(answer: Answer, form: Form, body: Body, request: Request) ->
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
     try:
-        await unless_left(answer.finished(), request)
-    except Left:
-        return Response(status_code=499)  # to nobody; the number is nginx's
+        await unless_disconnected(answer.finished(), request)
+    except ClientDisconnected:
+        return Response(status_code=499)  # client closed request: nginx's number
     return JSONResponse(form.whole(answer.choices, answer.usage()))
 
 
-async def unless_left(work: Awaitable[T], request: Request) -> T:
-    """Raises :class:`Left` as soon as the client has gone, and drops the work."""
-    doing, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(request))
+async def unless_disconnected(work: Awaitable[T], request: Request) -> T:
+    """Await the work; drop it and raise :class:`ClientDisconnected` as soon as the client disconnects."""
+    doing, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
-            raise Left
+            raise ClientDisconnected
         return doing.result()
     finally:
         for task in (doing, gone):
@@ -142,39 +143,39 @@ async def unless_left(work: Awaitable[T], request: Request) -> T:
         await asyncio.wait({doing, gone})
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _frames(answer: Answer, form: Form, body: Body) -> AsyncIterator[bytes]:
-    """A stream: per choice its pieces, then the usage if it was asked for, then the end."""
+async def _frames(answer: Answer, form: ResponseFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
+    """A stream: per choice its pieces, then the usage if the client wants it, then the end."""
     options = body.stream_options
-    tells, always = (False, False) if options is None else (options.include_usage, options.continuous_usage_stats)
-    told, logs, lengths = 0, [0] * len(answer.choices), [0] * len(answer.choices)
-    usage = ', "usage": null' if tells else ""
+    at_end, always = (False, False) if options is None else (options.include_usage, options.continuous_usage_stats)
+    sent, logs, lengths = 0, [0] * len(answer.choices), [0] * len(answer.choices)
+    usage = ', "usage": null' if at_end else ""
     try:
-        for choice, begun in enumerate(answer.choices):
+        for choice, request in enumerate(answer.choices):
             head = form.first(choice)
-            if isinstance(form, CompletionForm) and (prompt := form.prompt(begun)):
+            if isinstance(form, CompletionFormat) and (prompt := form.prompt(request)):
                 head, lengths[choice] = form.frame(choice, prompt, usage=usage), len(prompt)
             if head:
                 yield head
         async for choice, event in answer:
             request = answer.choices[choice]
-            found, told = None, told + (event.token_id is not None)
+            logprobs, sent = None, sent + (event.token_id is not None)
             if request.params.logprobs is not None:
-                found = form.logprobs(request.logprobs[logs[choice] : logs[choice] + 1], lengths[choice])
+                logprobs = form.logprobs(request.logprobs[logs[choice] : logs[choice] + 1], lengths[choice])
                 logs[choice] += 1
             if always:
-                usage = f', "usage": {json.dumps(answer.usage(told))}'
-            if event.text or event.finish_reason or found:
-                yield form.frame(choice, event.text, event.finish_reason, found, usage)
+                usage = f', "usage": {json.dumps(answer.usage(sent))}'
+            if event.text or event.finish_reason or logprobs:
+                yield form.frame(choice, event.text, event.finish_reason, logprobs, usage)
             lengths[choice] += len(event.text)
-        if tells:
+        if at_end:
             yield form.last(answer.usage())
         yield DONE
-    except (Problem, RequestError) as error:
-        yield problems.of(error).frame()
+    except (APIError, RequestError) as error:
+        yield to_api_error(error).frame()
     finally:
         answer.cancel()

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as OpenAI's clients expect it: a status, and ``{"error": {...}}``."""
+"""Errors as OpenAI's clients expect them: a status, and ``{"error": {...}}``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from starlette.exceptions import HTTPException
 from nanoinfer.engines.async_engine import QueueFull
 from nanoinfer.errors import NanoinferError, RequestError, TokenizerError
 
-RETRY_S = 1  # a place is free again when somebody ends, and somebody ends often
+RETRY_S = 1  # slots free up within about a second
 
 
-class Problem(Exception):
-    """An answer that is an error.
+class APIError(Exception):
+    """An error to answer with.
 
     Args:
-        status: of HTTP.
         message: for people: names the thing and the way out.
         param: the field at fault.
-        code: OpenAI's word for it, which programs look at.
+        code: OpenAI's word for it, for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -32,7 +31,7 @@ class Problem(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """That belong to the status."""
+        """HTTP headers that belong to the status."""
         return {429: {"Retry-After": str(RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
 
     def body(self) -> dict[str, Any]:
@@ -42,56 +41,56 @@ class Problem(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def frame(self) -> bytes:
-        """In a stream that has begun with status 200."""
+        """As an event of a stream that has begun with status 200."""
         return f"data: {json.dumps(self.body())}\n\n".encode()
 
 
-def of(error: Exception) -> Problem:
-    """What a client is told of an error; of one that is ours no more than that it is."""
-    if isinstance(error, Problem):
+def to_api_error(error: Exception) -> APIError:
+    """What a client may know of an error: of an internal one only that there was one."""
+    if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFull):
-        return Problem(429, str(error), code="rate_limit_exceeded")
+        return APIError(429, str(error), code="rate_limit_exceeded")
     if isinstance(error, RequestError | TokenizerError):
-        return Problem(400, str(error))
+        return APIError(400, str(error))
     if isinstance(error, NanoinferError):
-        return Problem(500, str(error))
-    return Problem(500, "the server failed; its log says why", code="internal_error")
+        return APIError(500, str(error))
+    return APIError(500, "the server failed; its log says why", code="internal_error")
 
 
-def _of_validation(error: RequestValidationError) -> Problem:
+def _validation_error(error: RequestValidationError) -> APIError:
     """The first fault, by the name of its field."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
-        return Problem(400, f"the body is not JSON: {first.get('ctx', {}).get('error', 'it does not parse')}")
+        return APIError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', 'it does not parse')}")
     message = first["msg"].removeprefix("Value error, ")
     if not path:
         hint = " Send it with Content-Type: application/json." if "dictionary" in message else ""
-        return Problem(400, f"the body: {message}.{hint}")
-    return Problem(400, f"{'.'.join(path)}: {message}", param=path[0], code="invalid_value")
+        return APIError(400, f"the body: {message}.{hint}")
+    return APIError(400, f"{'.'.join(path)}: {message}", param=path[0], code="invalid_value")
 
 
-def answer(problem: Problem) -> JSONResponse:
+def to_response(error: APIError) -> JSONResponse:
     """As a response of its own."""
-    return JSONResponse(problem.body(), problem.status, problem.headers)
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
-def install(app: FastAPI) -> None:
+def install_handlers(app: FastAPI) -> None:
     """Have the app answer every error in this form."""
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(_of_validation(error))
+        return to_response(_validation_error(error))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        response = answer(Problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        response = to_response(APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
         response.headers.update(error.headers or {})
         return response
 
     async def _any(request: Request, error: Exception) -> JSONResponse:
-        return answer(of(error))
+        return to_response(to_api_error(error))
 
-    for kind in (Problem, NanoinferError, Exception):
+    for kind in (APIError, NanoinferError, Exception):
         app.add_exception_handler(kind, _any)

@@ -1,4 +1,4 @@
-"""What ``/metrics`` says, for Prometheus: counts and histograms of requests, and the engine's state as it is now."""
+"""``/metrics`` for Prometheus: counts and histograms of requests, and the engine's state as it is now."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class EngineState:
         """Gauges and counters of scheduler and cache."""
         scheduler, pool = self.engine.scheduler, self.engine.pool
         gauges = {
-            "requests_running": ("sequences that have a place in the engine's steps", len(scheduler.running)),
-            "requests_waiting": ("sequences that wait for a place or for cache", len(scheduler.waiting)),
+            "requests_running": ("sequences that have a slot in the engine's steps", len(scheduler.running)),
+            "requests_waiting": ("sequences that wait for a slot or for cache", len(scheduler.waiting)),
             "kv_cache_blocks": ("blocks of the KV cache", pool.n_blocks),
             "kv_cache_usage_ratio": ("share of the KV cache's blocks in use", pool.used / pool.n_blocks),
         }
@@ -35,13 +35,13 @@ class EngineState:
             "prefix_cache_queries": ("tokens looked up in the prefix cache", pool.counts.asked_tokens),
             "prefix_cache_hits": ("tokens found there, and not computed", pool.counts.found_tokens),
         }
-        for name, (told, value) in gauges.items():
-            yield GaugeMetricFamily(f"nanoinfer_{name}", told, value)
-        for name, (told, value) in counters.items():
-            yield CounterMetricFamily(f"nanoinfer_{name}", told, value)
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"nanoinfer_{name}", text, value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"nanoinfer_{name}", text, value)
 
 
-class Figures:
+class Metrics:
     """Counts of one server."""
 
     def __init__(self, engine: ContinuousEngine) -> None:
@@ -60,13 +60,13 @@ class Figures:
             "nanoinfer_e2e_request_latency_seconds", metrics.DEFINITIONS["e2e"], buckets=SECONDS, registry=registry
         )
 
-    def first(self, request: Request) -> None:
-        """Its first token has come."""
+    def note_first_token(self, request: Request) -> None:
+        """Observe its time to first token."""
         if (seconds := metrics.ttft(request.trace)) is not None:
             self.ttft.observe(seconds)
 
-    def ended(self, request: Request) -> None:
-        """It has ended, one way or another."""
+    def note_end(self, request: Request) -> None:
+        """Count it: finished, cancelled or failed."""
         trace = request.trace
         # The engine may not have noted yet that it was dropped.
         reason = request.finish_reason or ("cancelled" if trace.status == "ok" else trace.status)
@@ -78,6 +78,6 @@ class Figures:
         if request.finish_reason is not None and (seconds := metrics.e2e(trace)) is not None:
             self.e2e.observe(seconds)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """In Prometheus' format."""
         return generate_latest(self.registry)

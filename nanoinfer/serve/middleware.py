@@ -1,4 +1,4 @@
-"""What stands before the app: the key, and how large and how slow a body may be."""
+"""API key and body limits, checked before the app."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanoinfer.serve.errors import Problem, answer
+from nanoinfer.serve.errors import APIError, to_response
 
-OPEN = ("/health",)  # for whoever watches over the process
-BODY_S = 30.0  # in which a body must have come
+OPEN = ("/health",)  # no key needed: health probes
+BODY_S = 30.0  # in which a body must have arrived
 
 
-class Guard:
+class LimitsMiddleware:
     """ASGI middleware.
 
     Args:
-        app: behind it.
-        api_key: what ``Authorization: Bearer`` must hold; None lets everybody in.
-        body_bytes: a body may have.
+        api_key: what ``Authorization: Bearer`` must hold; None admits all.
+        body_bytes: most bytes of a body.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int) -> None:
@@ -35,23 +34,23 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if (problem := self._refusal(scope["path"], headers)) is not None:
-            await answer(problem)(scope, receive, send)
+        if (error := self._refusal(scope["path"], headers)) is not None:
+            await to_response(error)(scope, receive, send)
             return
         await self.app(scope, self._limited(receive), send)
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Problem | None:
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
         # In constant time: how long a comparison takes must not tell how much of a guess is right.
-        given = headers.get(b"authorization", b"")
-        if self.expected is not None and path not in OPEN and not hmac.compare_digest(given, self.expected):
-            return Problem(401, "give the API key of this server as Authorization: Bearer KEY", code="invalid_api_key")
+        authorization = headers.get(b"authorization", b"")
+        if self.expected is not None and path not in OPEN and not hmac.compare_digest(authorization, self.expected):
+            return APIError(401, "give the API key of this server as Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.body_bytes:
             return self._too_large()
         return None
 
-    def _too_large(self) -> Problem:
-        return Problem(413, f"the body is larger than the {self.body_bytes:,} bytes that this server reads")
+    def _too_large(self) -> APIError:
+        return APIError(413, f"the body is larger than the {self.body_bytes:,} bytes that this server reads")
 
     def _limited(self, receive: Receive) -> Receive:
         read, whole = 0, False
@@ -59,13 +58,13 @@ class Guard:
 
         async def limited() -> MutableMapping[str, Any]:
             nonlocal read, whole
-            if whole:  # what comes now is that the client has left
+            if whole:  # what comes now is that the client has disconnected
                 return await receive()
             try:
                 async with asyncio.timeout_at(until):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not come within {BODY_S:.0f} s") from None
+                raise HTTPException(408, f"the body did not arrive within {BODY_S:.0f} s") from None
             read += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if read > self.body_bytes:

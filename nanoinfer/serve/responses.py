@@ -1,7 +1,7 @@
-"""What goes over the wire: OpenAI's objects, whole or as the frames of a stream.
+"""OpenAI's response objects, whole or as the frames of a stream.
 
-A stream sends a frame a token, so a frame is put together from parts that are made once: only the text is encoded
-anew. JSON is ASCII here, whatever the text: a blank line, ``data:`` or U+2028 in it cannot break a frame.
+A stream sends a frame a token, so a frame is put together from parts that are made once, and only the text is encoded
+each time. JSON is ASCII here, whatever the text: a blank line, ``data:`` or U+2028 in it cannot break a frame.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ LEAST = -9999.0  # for minus infinity, which JSON has not
 Usage = Mapping[str, Any]
 
 
-class Form:
-    """One endpoint's way to write an answer.
+class ResponseFormat:
+    """How one endpoint writes an answer.
 
     Args:
-        model: its name.
         created: seconds since 1970.
         tokenizer: for the texts of single tokens.
     """
@@ -71,7 +70,7 @@ class Form:
         ).encode()
 
     def last(self, usage: Usage) -> bytes:
-        """The frame behind the last choice's end, that tells the tokens of all."""
+        """The frame after the last choice's end, with the usage of all."""
         return f'data: {self._head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'.encode()
 
     def first(self, index: int) -> bytes:
@@ -92,12 +91,12 @@ class Form:
     def _delta(self, text: str) -> str:
         raise NotImplementedError
 
-    def logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """Log-probabilities of tokens; ``offset`` characters of text lie before them."""
         raise NotImplementedError
 
 
-class CompletionForm(Form):
+class CompletionFormat(ResponseFormat):
     """``/v1/completions``."""
 
     kind = kind_of_chunk = "text_completion"
@@ -108,7 +107,7 @@ class CompletionForm(Form):
         self.echo = echo
 
     def prompt(self, request: Request) -> str:
-        """What an answer with ``echo`` begins with."""
+        """The text that an answer with ``echo`` begins with."""
         return self.tokenizer.decode(request.prompt_ids) if self.echo and self.tokenizer is not None else ""
 
     def _message(self, request: Request) -> dict[str, Any]:
@@ -117,29 +116,29 @@ class CompletionForm(Form):
     def _delta(self, text: str) -> str:
         return f'"text": {json.dumps(text)}'
 
-    def logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """Four lists side by side."""
-        texts = [self.token(entry.token_id)[0] for entry in found]
+    def logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        """Four lists, one item a token."""
+        texts = [self.token(entry.token_id)[0] for entry in entries]
         offsets = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(entry.logprob) for entry in found],
-            "top_logprobs": [{self.token(i)[0]: _finite(value) for i, value in entry.top} for entry in found],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [{self.token(i)[0]: _finite(value) for i, value in entry.top} for entry in entries],
             "text_offset": offsets,
         }
 
 
-class ChatForm(Form):
+class ChatFormat(ResponseFormat):
     """``/v1/chat/completions``."""
 
     kind, kind_of_chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
     def first(self, index: int) -> bytes:
-        """Whose turn it is."""
+        """Opening chunk with the role."""
         delta = '"delta": {"role": "assistant", "content": ""}'
         choice = f'{{"index": {index}, {delta}, "logprobs": null, "finish_reason": null}}'
         return f'data: {self._head}, "choices": [{choice}]}}\n\n'.encode()
@@ -150,12 +149,12 @@ class ChatForm(Form):
     def _delta(self, text: str) -> str:
         return f'"delta": {{"content": {json.dumps(text)}}}' if text else '"delta": {}'
 
-    def logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """An object a token."""
         return {
             "content": [
                 self._entry(e.token_id, e.logprob) | {"top_logprobs": [self._entry(i, value) for i, value in e.top]}
-                for e in found
+                for e in entries
             ],
             "refusal": None,
         }

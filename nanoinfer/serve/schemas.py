@@ -1,7 +1,7 @@
 """What a client may send: the bodies of OpenAI's two endpoints, checked before any work.
 
 Unknown fields are ignored, since clients send many. A known field with a value that is not served is refused: to
-leave it out in silence would be an answer to another question.
+ignore it silently would answer another question.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from nanoinfer.sampling.params import SamplingParams
 
 SEED = 2**63
+#: Fields that are called the same in :class:`SamplingParams`.
+SAME_NAMES = {"temperature", "top_p", "min_p", "seed", "n", "ignore_eos"} | {
+    f"{kind}_penalty" for kind in ("repetition", "frequency", "presence")
+}
 
 
 def _only(*allowed: Any) -> AfterValidator:
@@ -73,7 +77,7 @@ def _content(value: Any) -> str:
 
 def _default(value: Any) -> Callable[[Any], Any]:
     """null is the default, as in OpenAI's own API."""
-    return lambda given: value if given is None else given
+    return lambda item: value if item is None else item
 
 
 class Strict(BaseModel):
@@ -83,13 +87,13 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """``continuous_usage_stats``, from vLLM: every chunk tells the tokens so far, so that a client need not guess."""
+    """``continuous_usage_stats``, from vLLM: every chunk has the number of tokens so far: a client need not guess."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Body(Strict):
+class GenerationRequest(Strict):
     """What both endpoints have in common. ``top_k`` to ``ignore_eos`` are not OpenAI's, but common."""
 
     model: str | None = None
@@ -111,28 +115,16 @@ class Body(Strict):
     logit_bias: Annotated[Any, _only({})] = None
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Body:
+    def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options go with stream=true only")
         return self
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The settings of each of its choices."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),  # -1 is "off" in vLLM
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            seed=self.seed,
-            stop=tuple(self.stop),
-            logprobs=logprobs,
-            ignore_eos=self.ignore_eos,
-            n=self.n,
-        )
+        top_k = max(self.top_k, 0)  # -1 is "off" in vLLM
+        alike = self.model_dump(include=SAME_NAMES)
+        return SamplingParams(max_tokens=max_tokens, top_k=top_k, stop=tuple(self.stop), logprobs=logprobs, **alike)
 
 
 Prompts = Annotated[
@@ -141,7 +133,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionBody(Body):
+class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Prompts
@@ -152,7 +144,7 @@ class CompletionBody(Body):
     suffix: Annotated[Any, _only("")] = None
 
     @model_validator(mode="after")
-    def _check_echo(self) -> CompletionBody:
+    def _check_echo(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs is not served here: leave one of them out")
         return self
@@ -169,7 +161,7 @@ class Message(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class ChatBody(Body):
+class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -186,7 +178,7 @@ class ChatBody(Body):
     audio: Annotated[Any, _only()] = None
 
     @model_validator(mode="after")
-    def _check_top_logprobs(self) -> ChatBody:
+    def _check_top_logprobs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs go with logprobs=true only")
         return self

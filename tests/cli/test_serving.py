@@ -24,6 +24,7 @@ from nanoinfer.bench.summary import ErrorBudget, summarise
 from nanoinfer.cli.app import app
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace, save_traces
+from nanoinfer.serve.options import ServeOptions
 from nanoinfer.workload.items import WorkItem
 from tests.bench.made import golden
 
@@ -451,15 +452,14 @@ def test_serve_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanoinfer.serve import run as serving
 
     calls: list[Any] = []
-    monkeypatch.setattr(serving, "serve", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(serving, "serve", calls.append)
     args = ("--port", "0", "--queue", "9", "--timeout", "5", "--speed", "plain", "--dtype", "float32", "--name", "m")
     result = run("serve", "random:tiny-gpt2", *args, env={"NANOINFER_API_KEY": "k"})
     assert result.exit_code == 0, result.output
-    (((model,), options),) = calls
-    assert model == "random:tiny-gpt2"
-    assert (options["host"], options["port"], options["api_key"], options["name"]) == ("127.0.0.1", 0, "k", "m")
-    assert (options["limits"].outstanding, options["limits"].seconds) == (9, 5.0)
-    assert (options["speed"], options["dtype"], options["device"]) == ("plain", "float32", "cpu")
+    (options,) = calls
+    assert options == ServeOptions(
+        model="random:tiny-gpt2", port=0, queue=9, timeout=5.0, speed="plain", dtype="float32", name="m", api_key="k"
+    )
 
 
 def test_help_is_light() -> None:

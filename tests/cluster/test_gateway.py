@@ -260,7 +260,7 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
                 break
             await asyncio.sleep(0.005)
         assert not replicas.service.engine.busy and replicas.service.engine.pool.used == 0
-        assert b'nanoinfer_requests_total{reason="cancelled"} 1.0' in replicas.service.figures.text()
+        assert b'nanoinfer_requests_total{reason="cancelled"} 1.0' in replicas.service.metrics.render()
 
     try:
         asyncio.run(leave())
@@ -279,7 +279,7 @@ def test_the_router_is_told_the_beginning_of_the_prompt() -> None:
 def test_figures_of_all_replicas_stand_side_by_side() -> None:
     one, other = Replicas(), Replicas()
     try:
-        texts = {name: replicas.service.figures.text() for name, replicas in (("a", one), ("b", other))}
+        texts = {name: replicas.service.metrics.render() for name, replicas in (("a", one), ("b", other))}
         text = merge_metrics(texts, Counts(3, 2, 1)).decode()
         assert text.count("# TYPE nanoinfer_kv_cache_blocks gauge") == 1
         for name in "ab":

@@ -21,9 +21,10 @@ from nanoinfer.cluster.shards import Item
 from nanoinfer.engines.load import load
 from nanoinfer.errors import ModelError, NanoinferError, RequestError
 from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.serve.options import ServeOptions
 
 MODEL = "random:tiny-llama"
-OPTIONS = {"dtype": "float32", "speed": "plain", "cache_tokens": 1024}
+OPTIONS = ServeOptions(model=MODEL, dtype="float32", speed="plain", cache_tokens=1024)
 
 
 def batch(folder: Path, **options: Any) -> BatchOptions:
@@ -31,7 +32,7 @@ def batch(folder: Path, **options: Any) -> BatchOptions:
 
 
 def test_it_answers_as_the_server_does_and_is_well_as_long_as_its_engine_is() -> None:
-    replica = Replica(MODEL, OPTIONS)
+    replica = Replica(OPTIONS)
 
     async def ask() -> bytes:
         body = json.dumps({"prompt": "hello", "max_tokens": 4, "temperature": 0}).encode()
@@ -52,7 +53,7 @@ def test_it_answers_as_the_server_does_and_is_well_as_long_as_its_engine_is() ->
 
 
 def test_it_takes_its_engine_along() -> None:
-    replica = Replica(MODEL, OPTIONS)
+    replica = Replica(OPTIONS)
     engine = replica.service.async_engine
     assert engine.is_alive
     del replica

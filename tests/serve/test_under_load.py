@@ -45,7 +45,7 @@ def held(server: Server) -> Iterator[threading.Event]:
         engine.step = step  # type: ignore[method-assign]
 
 
-def test_a_full_house_says_when_to_come_again() -> None:
+def test_no_free_slot_says_when_to_come_again() -> None:
     with serving(saying(), Limits(outstanding=2)) as server:
         with held(server) as go:
             threads = [threading.Thread(target=server.complete) for _ in range(2)]
@@ -79,14 +79,14 @@ def test_a_stream_that_is_left_frees_its_blocks() -> None:
         assert server.complete(max_tokens=2).status_code == 200
 
 
-def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
+def test_an_answer_whose_client_disconnected_is_dropped() -> None:
     with serving(saying()) as server, held(server) as go:
         client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=SECONDS)
         client.request("POST", "/v1/completions", '{"prompt": "hi"}', {"Content-Type": "application/json"})
         while not server.service.engine.busy:
             time.sleep(0.005)
         client.close()
-        registry, end = server.service.figures.registry, time.monotonic() + SECONDS
+        registry, end = server.service.metrics.registry, time.monotonic() + SECONDS
         while registry.get_sample_value("nanoinfer_requests_total", {"reason": "cancelled"}) != 1:
             assert time.monotonic() < end
             time.sleep(0.005)
