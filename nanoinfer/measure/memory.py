@@ -54,11 +54,6 @@ def tensors_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def module_bytes(module: torch.nn.Module) -> int:
-    """Exact bytes of a module's parameters and buffers; a tied matrix counts once."""
-    return tensors_bytes([*module.parameters(), *module.buffers()])
-
-
 # --- measured --------------------------------------------------------------------
 
 

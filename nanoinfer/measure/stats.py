@@ -121,8 +121,8 @@ def percentile_interval(
 class Summary:
     """What ``n`` samples say. Every figure is ``None`` where ``n`` is 0 (``std`` where n < 2).
 
-    ``low`` and ``high`` bound the MEDIAN (``interval_of``) with ``confidence``, for any distribution; ``None`` where n
-    is too small (below 6 at 95%). ``too_small`` names the percentiles that ``n`` cannot support.
+    ``low`` and ``high`` bound the MEDIAN with ``confidence``, for any distribution; ``None`` where ``n`` is too small
+    (below 6 at 95%). ``too_small`` names the percentiles that ``n`` cannot support.
     """
 
     n: int
@@ -138,25 +138,6 @@ class Summary:
     high: float | None
     confidence: float
     too_small: tuple[str, ...]
-    interval_of: str = "median"
-
-    def describe(self, unit: str = "", scale: float = 1.0, digits: int = 2) -> str:
-        """One line for people; ``scale`` 1000 turns seconds into milliseconds."""
-        if self.median is None:
-            return "not measured (n=0)"
-        end = f" {unit}" if unit else ""
-        text = f"median {self.median * scale:.{digits}f}{end}"
-        if self.low is None or self.high is None:
-            text += f" (n={self.n}, too small for an interval)"
-        else:
-            text += (
-                f" ({self.confidence:.0%} interval of the median {self.low * scale:.{digits}f}"
-                f" to {self.high * scale:.{digits}f}, n={self.n})"
-            )
-        for name, value in (("p90", self.p90), ("p99", self.p99)):
-            if value is not None and name not in self.too_small:
-                text += f", {name} {value * scale:.{digits}f}{end}"
-        return text + (f"; n too small for {', '.join(self.too_small)}" if self.too_small else "")
 
 
 def summarize(values: Iterable[float], confidence: float = 0.95) -> Summary:
@@ -168,14 +149,14 @@ def summarize(values: Iterable[float], confidence: float = 0.95) -> Summary:
     std = None
     if mean is not None and n > 1 and math.isfinite(mean):
         std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / (n - 1))
-    p90, p95, p99 = (sorted_percentile(ordered, q) if n else None for q in TAILS)
+    median, p90, p95, p99 = (sorted_percentile(ordered, q) if n else None for q in (50.0, *TAILS))
     return Summary(
         n=n,
         mean=mean,
         std=std,
         minimum=ordered[0] if n else None,
         maximum=ordered[-1] if n else None,
-        median=sorted_percentile(ordered, 50) if n else None,
+        median=median,
         p90=p90,
         p95=p95,
         p99=p99,

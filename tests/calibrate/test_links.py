@@ -49,7 +49,7 @@ def test_a_prediction_adds_up_calls_and_bytes() -> None:
         predicted([Traffic("broadcast", 1, 8, 8)], link)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, 4])
 def test_what_ranks_time(n: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One launch for all: what it found, kept and read again."""
     found = [answer["link"] for answer in answers(n, "slice")]
