@@ -1,4 +1,5 @@
-"""Facts and texts that ship with the library, so that nothing is downloaded: datasheets, and a text to measure with."""
+"""Facts and texts that ship with the library, so that nothing is downloaded: datasheets,
+published models, and a text to measure with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our models beside Hugging Face transformers, an outside reference, and split any way."""
+"""Our models against Hugging Face transformers, an independent reference, and a prompt split in every way."""
 
 from __future__ import annotations
 
