@@ -22,6 +22,7 @@ from nanoinfer.measure.environment import cpu_model, provenance, usable_cores
 from nanoinfer.measure.stats import sorted_percentile
 from nanoinfer.store import cache_file, cached, read_cached
 from nanoinfer.theory.curves import interpolate
+from nanoinfer.theory.roofline import Machine
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +147,13 @@ class Calibration:
         check("rows", rows, at_least=1, error=NanoinferError)
         points = sorted((point.rows, point.rate.median) for point in self._points(dtype, streamed=streamed))
         return interpolate(rows, points)
+
+    def machine(self, dtype: str = "float32") -> Machine:
+        """These ceilings as rates to predict with. Raises :class:`DeviceError` for a dtype that was not measured."""
+        rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        linear = tuple((r, self.flops_at(dtype, r, streamed=True)) for r in rows)
+        small, product = self.launch_seconds(dtype)
+        return Machine(self.device_name, dtype, self.peak(dtype), self.read_bandwidth, small, product, linear)
 
     def launch_seconds(self, dtype: str) -> tuple[float, float]:
         """Seconds to start one small operator, and one small ``F.linear`` in ``dtype``. Raises :class:`DeviceError`."""

@@ -89,7 +89,7 @@ def machine_of(target: TargetDevice, dtype: str, launch_us: float, notes: list[s
     calibration = calibrate(target.device)
     if calibration.disturbed:
         notes.append(f"Other work took {calibration.waited:.0%} of the calibration's time: every figure is too slow.")
-    return Machine.measured(calibration, dtype)
+    return calibration.machine(dtype)
 
 
 @dataclass(frozen=True)

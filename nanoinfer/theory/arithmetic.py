@@ -13,55 +13,44 @@ from __future__ import annotations
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.theory.parameters import (
-    BYTES,
-    QUANTISATIONS,
-    Matrix,
-    Quantisation,
-    active_parameters,
-    attention_parameters,
-    bytes_per_element,
-    check_sizes,
-    experts_touched,
-    layer_matrices,
-    mlp_parameters,
-    norm_parameters,
-    parameters,
-    step_weight_bytes,
-    weight_bytes,
+    QUANTISATIONS as QUANTISATIONS,
 )
-
-__all__ = [
-    "BYTES",
-    "QUANTISATIONS",
-    "Matrix",
-    "Quantisation",
-    "activation_bytes",
-    "active_parameters",
-    "attention_intensity_decode",
-    "attention_parameters",
-    "bytes_per_element",
-    "decode_bytes",
-    "decode_flops",
-    "decode_intensity",
-    "experts_touched",
-    "gemm_intensity",
-    "gemm_intensity_small",
-    "generate_flops",
-    "kv_bytes",
-    "kv_bytes_per_token",
-    "kv_width",
-    "layer_matrices",
-    "mlp_parameters",
-    "norm_parameters",
-    "pair_flops",
-    "parameters",
-    "prefill_bytes",
-    "prefill_flops",
-    "step_weight_bytes",
-    "tokens_seen",
-    "weight_bytes",
-]
-
+from nanoinfer.theory.parameters import (
+    Quantisation as Quantisation,
+)
+from nanoinfer.theory.parameters import (
+    active_parameters as active_parameters,
+)
+from nanoinfer.theory.parameters import (
+    attention_parameters as attention_parameters,
+)
+from nanoinfer.theory.parameters import (
+    bytes_per_element as bytes_per_element,
+)
+from nanoinfer.theory.parameters import (
+    check_sizes,
+)
+from nanoinfer.theory.parameters import (
+    experts_touched as experts_touched,
+)
+from nanoinfer.theory.parameters import (
+    layer_matrices as layer_matrices,
+)
+from nanoinfer.theory.parameters import (
+    mlp_parameters as mlp_parameters,
+)
+from nanoinfer.theory.parameters import (
+    norm_parameters as norm_parameters,
+)
+from nanoinfer.theory.parameters import (
+    parameters as parameters,
+)
+from nanoinfer.theory.parameters import (
+    step_weight_bytes as step_weight_bytes,
+)
+from nanoinfer.theory.parameters import (
+    weight_bytes as weight_bytes,
+)
 
 # --- the KV cache ---------------------------------------------------------------
 

@@ -9,17 +9,19 @@ and activations divided among ``tp`` devices (a KV head is never divided, only c
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check
 from nanoinfer.theory import arithmetic
 from nanoinfer.theory.parameters import check_sizes
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Where the bytes of one device go. ``fragmentation`` is the unused end of each row's last block."""
+    """Bytes of one device by what they hold. ``fragmentation`` is the unused end of each row's last block."""
 
     weights: float
     kv: float
@@ -34,7 +36,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Fit:
-    """What one device of ``memory`` bytes holds. ``limit`` says what stands in the way of more."""
+    """What one device of ``memory`` bytes holds. ``limit`` says what prevents more."""
 
     memory: float
     usable: float
@@ -104,8 +106,7 @@ def fit(
     check_tp(config, tp)
     if context > config.context:
         raise RequestError(f"context {context} is beyond the model's {config.context}")
-    if not 0 < utilisation <= 1:
-        raise RequestError(f"utilisation must be above 0 and at most 1, got {utilisation}")
+    check("utilisation", utilisation, above=0, at_most=1)
     usable = memory * utilisation
     weights = arithmetic.weight_bytes(config, dtype) / tp
     if weights >= usable:
@@ -128,14 +129,6 @@ def fit(
     return Fit(memory, usable, context, batch, longest, blocks, used, limit)
 
 
-def largest(fits: object, most: int) -> int:
+def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest n up to ``most`` that fits, 0 if not even 1 does; ``fits`` is true up to some n and false beyond."""
-    assert callable(fits)
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_right(range(1, most + 1), False, key=lambda n: not fits(n))

@@ -76,7 +76,7 @@ def kv_bytes_per_token(shape: Shape) -> int:
 
 
 def tokens_that_fit(shape: Shape, parameters: float, n: int, gpu: Accelerator = A100) -> float:
-    """Tokens whose cache fits beside the weights on ``n`` GPUs."""
+    """Tokens whose cache fits next to the weights on ``n`` GPUs."""
     check_sizes(n=n)
     return (n * gpu.memory - WEIGHT_BYTES * parameters) / kv_bytes_per_token(shape)
 

@@ -1,7 +1,7 @@
-"""Bytes on the wire: what each way to split a model makes its devices say to each other, call by call.
+"""Messages between devices: what each kind of parallelism sends, call by call, and how long it takes.
 
 :mod:`nanoinfer.parallel` runs these splits and counts what it sends; the counts here equal those exactly, so that a
-split can be costed for machines that nobody has at hand. A message takes ``alpha + bytes / bandwidth``.
+split can be costed for machines that are not at hand. A message takes ``alpha + bytes / bandwidth``.
 
 Symbols as in :class:`~nanoinfer.configs.config.ModelConfig`; ``b`` is bytes per element. Sources: Patarasuk and Yuan
 (2009) for the bytes of a ring; Shoeybi et al., "Megatron-LM" (2019) for tensor parallel; Huang et al., "GPipe" (2019)
@@ -56,12 +56,12 @@ class Traffic:
 
 
 def all_reduce(calls: int, message: float, n: int) -> Traffic:
-    """Each of ``n`` ranks ends with the sum; round a ring each sends ``2 (n-1)/n`` of a message."""
+    """Each of ``n`` ranks ends with the sum; in a ring each sends ``2 (n-1)/n`` of a message."""
     return Traffic("all-reduce", calls, message, calls * 2 * (n - 1) / n * message)
 
 
 def all_gather(calls: int, message: float, n: int) -> Traffic:
-    """Each of ``n`` ranks ends with everybody's message; round a ring each sends ``n-1`` of them."""
+    """Each of ``n`` ranks ends with the messages of all; in a ring each sends ``n-1`` of them."""
     return Traffic("all-gather", calls, message, calls * (n - 1) * message)
 
 
@@ -71,7 +71,7 @@ def all_to_all(calls: int, message: float, n: int) -> Traffic:
 
 
 def broadcast(message: float) -> Traffic:
-    """One rank's message for everybody: along a chain it leaves each rank once. The bytes are those of that rank."""
+    """One rank's message for all: along a chain it leaves each rank once. The bytes are those of that rank."""
     return Traffic("broadcast", 1, message, message)
 
 
@@ -142,16 +142,16 @@ class Network:
         return part.calls * alpha + (part.sent - crossing) / self.link + crossing / self.across
 
 
-# --- the splits ---------------------------------------------------------------------
+# --- kinds of parallelism ---------------------------------------------------------------------
 
 
 def tensor_parallel(
     config: ModelConfig, tokens: int, n: int, itemsize: int, ends: int, *, embeds: bool = True
 ) -> tuple[Traffic, ...]:
-    """Of one pass over ``tokens`` tokens (of all rows), each layer shared by ``n`` devices.
+    """Messages of one pass over ``tokens`` tokens (of all rows), each layer shared by ``n`` devices.
 
-    Two all-reduces a layer of ``tokens * d * b`` bytes, behind attention's output and the feed-forward part; one more
-    of that size behind the embedding, whose vocabulary is split (``embeds``); one all-gather of logits, of which each
+    Two all-reduces a layer of ``tokens * d * b`` bytes, after attention's output and the feed-forward part; one more
+    of that size after the embedding, whose vocabulary is split (``embeds``); one all-gather of logits, of which each
     device has ``[ends, ceil(V / n)]``.
 
     Raises:
@@ -181,7 +181,7 @@ def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
 def pipeline_parallel(
     config: ModelConfig, rows: int, tokens: int, p: int, itemsize: int, micro_batches: int
 ) -> tuple[Traffic, ...]:
-    """Of one pass over ``rows`` rows of ``tokens`` new tokens each, through ``p`` stages.
+    """Messages of one pass over ``rows`` rows of ``tokens`` new tokens each, through ``p`` stages.
 
     Every stage but the last sends the next one each micro-batch's hidden states, ``rows_i * tokens * d * b`` bytes;
     then the last one broadcasts the chosen ids of all rows. The sends here are those across ONE of the ``p - 1``
@@ -208,11 +208,11 @@ def bubble(p: int, m: int) -> float:
 
 
 def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
-    """Of the prefill of ``rows`` prompts of ``tokens`` each, ``c = ceil(tokens / n)`` of them on each of ``n`` devices.
+    """Messages of a prefill of ``rows`` prompts of ``tokens`` each, ``c = ceil(tokens / n)`` on each of ``n`` devices.
 
     In each layer keys and values go round the ring: ``n - 1`` exchanges of ``rows * c * 2 n_kv d_h b`` bytes. (MLA:
-    ``r + d_rope`` numbers in place of ``2 n_kv d_h``.) Then who has the last token broadcasts its hidden state,
-    ``rows * d * b`` bytes, and who chooses broadcasts the ids.
+    ``r + d_rope`` numbers in place of ``2 n_kv d_h``.) Then the rank of the last token broadcasts its hidden state,
+    ``rows * d * b`` bytes, and the rank that samples broadcasts the ids.
 
     Raises:
         RequestError: sizes below 1, or more devices than tokens.
@@ -229,10 +229,10 @@ def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsi
 
 
 def context_parallel_decode(config: ModelConfig, rows: int, n: int) -> tuple[Traffic, ...]:
-    """Of one decode step over a cache that is spread over ``n`` devices.
+    """Messages of one decode step over a cache that is spread over ``n`` devices.
 
     In each layer every device attends to its part, and one all-gather brings the partial outputs together with the
-    log-sum-exp of each, in fp32: ``rows * n_q * (d_h + 1) * 4`` bytes. Then who chooses broadcasts the ids.
+    log-sum-exp of each, in fp32: ``rows * n_q * (d_h + 1) * 4`` bytes. Then the rank that samples broadcasts the ids.
 
     Raises:
         RequestError: sizes below 1.
@@ -247,7 +247,7 @@ def context_parallel_decode(config: ModelConfig, rows: int, n: int) -> tuple[Tra
 def ring_hidden_tokens(
     config: ModelConfig, flops_per_s: float, link: float, itemsize: int, *, balanced: bool = True
 ) -> float:
-    """Tokens a device from which a ring's exchange takes no longer than the arithmetic beside it.
+    """Tokens a device from which a ring's exchange takes no longer than the arithmetic that it overlaps with.
 
     ``c`` tokens send ``2 c n_kv d_h b`` bytes while ``4 c^2 n_q d_h`` FLOPs are done, so ``c >= C b n_kv / (2 W
     n_q)``. Causal work that is ``balanced`` over the devices is half of that, and ``c`` twice as large.
@@ -264,9 +264,9 @@ def ring_hidden_tokens(
 
 
 def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
-    """Of one pass in which each of ``n`` devices has ``tokens_local`` tokens and ``E / n`` experts, in expectation.
+    """Expected messages of a pass in which each of ``n`` devices has ``tokens_local`` tokens and ``E / n`` experts.
 
-    An all-reduce of one number tells whether anybody has anything to do. In each layer with experts an all-to-all of
+    An all-reduce of one number tells whether any rank has work. In each layer with experts an all-to-all of
     counts (``E`` of them) says what will come, one brings each token to its ``k`` experts and one brings the answers
     back: ``tokens_local * k * d * b`` bytes each, of which ``(n-1)/n`` leave where tokens choose evenly. The busiest
     device's bytes are that times its load over the mean one.

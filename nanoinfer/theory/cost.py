@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, check
 
 
 def usd_per_token(usd_per_hour: float, tokens_per_second: float) -> float:
     """Hardware $/s over output tokens/s: 3 $/h at 1,000 tok/s is 8.33e-7 $."""
-    _positive(usd_per_hour=usd_per_hour, tokens_per_second=tokens_per_second)
+    check("usd_per_hour", usd_per_hour, above=0)
+    check("tokens_per_second", tokens_per_second, above=0)
     return usd_per_hour / 3600 / tokens_per_second
 
 
@@ -26,7 +27,8 @@ def usd_per_mtok(usd_per_hour: float, tokens_per_second: float) -> float:
 
 def joules_per_token(watts: float, tokens_per_second: float) -> float:
     """Energy of one token. Say where the watts come from: a meter, or a datasheet."""
-    _positive(watts=watts, tokens_per_second=tokens_per_second)
+    check("watts", watts, above=0)
+    check("tokens_per_second", tokens_per_second, above=0)
     return watts / tokens_per_second
 
 
@@ -60,10 +62,10 @@ class Workload:
     cached_cost: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(usd_per_hour=self.usd_per_hour, prefill_rate=self.prefill_rate, decode_rate=self.decode_rate)
+        for name in ("usd_per_hour", "prefill_rate", "decode_rate"):
+            check(name, getattr(self, name), above=0)
         for name in ("idle", "failed", "cached_cost"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise RequestError(f"{name} must be at least 0 and below 1, got {value}")
+            check(name, getattr(self, name), at_least=0, below=1)
 
     @property
     def price(self) -> Price:
@@ -81,9 +83,3 @@ class Workload:
         price = self.price
         fresh = input_tokens - cached_tokens
         return (fresh * price.input + cached_tokens * price.cached_input + output_tokens * price.output) / 1e6
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise RequestError(f"{name} must be above 0, got {value}")

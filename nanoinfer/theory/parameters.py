@@ -15,7 +15,7 @@ from functools import cache
 from typing import Final
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.errors import DeviceError, RequestError, nearest
+from nanoinfer.errors import DeviceError, RequestError, check, nearest
 
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 
@@ -30,8 +30,7 @@ def bytes_per_element(dtype: str) -> int:
 def check_sizes(**sizes: int) -> None:
     """Raise :class:`RequestError` for the first size below one, by name."""
     for name, value in sizes.items():
-        if value < 1:
-            raise RequestError(f"{name} must be at least 1, got {value}")
+        check(name, value, at_least=1)
 
 
 # --- matrices -------------------------------------------------------------------

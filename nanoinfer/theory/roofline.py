@@ -6,8 +6,9 @@ the slower of the two, plus what it costs to start it:
     t = max(FLOPs / rate, bytes / bandwidth) + launches * launch time
 
 The sum over the step is the prediction. A :class:`Machine` says what the rates are: a datasheet's peaks
-(:class:`~nanoinfer.theory.hardware.Device`), ceilings measured on this machine (:class:`Ceilings`), or one model's own
-operators, timed (:class:`~nanoinfer.theory.curves.OperatorCurves`).
+(:class:`~nanoinfer.theory.hardware.Device`), ceilings measured on this machine
+(:class:`nanoinfer.calibrate.machine.Calibration`), or one model's own operators, timed
+(:class:`~nanoinfer.theory.curves.OperatorCurves`).
 
 Rows that are all alike make a :class:`StepShape`. The continuous engine packs chunks of prompts with decoding rows:
 matrix products depend only on the number of packed tokens, attention on each row's context (:func:`mixed_step`).
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
@@ -47,27 +48,6 @@ Phase = Literal["prefill", "decode"]
 SMALL_OPERATORS = {"gpt2": 18, "llama": 44}
 #: What is left of them once a compiler has fused them: two norms, the rotation, the activation.
 FUSED_OPERATORS = 4
-
-
-class Ceilings(Protocol):
-    """What a calibration offers; :class:`nanoinfer.calibrate.machine.Calibration` is one."""
-
-    @property
-    def device_name(self) -> str:
-        """What it is."""
-
-    @property
-    def read_bandwidth(self) -> float:
-        """Bytes/s."""
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s of the fastest product."""
-
-    def flops_at(self, dtype: str, rows: int, *, streamed: bool = False) -> float:
-        """FLOP/s of a product of ``rows`` rows."""
-
-    def launch_seconds(self, dtype: str) -> tuple[float, float]:
-        """Seconds to start a small operator, and a matrix product."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +81,6 @@ class Machine:
         bandwidth = device.bandwidth_gbs * 1e9
         peak = hardware.peak(device, dtype)
         return cls(device.name, dtype, peak, bandwidth, launch_s, launch_s, network=network)
-
-    @classmethod
-    def measured(cls, ceilings: Ceilings, dtype: str = "float32") -> Machine:
-        """The ceilings of this machine."""
-        rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-        linear = tuple((r, ceilings.flops_at(dtype, r, streamed=True)) for r in rows)
-        small, product = ceilings.launch_seconds(dtype)
-        return cls(ceilings.device_name, dtype, ceilings.peak(dtype), ceilings.read_bandwidth, small, product, linear)
 
     def require_network(self) -> Network:
         """Its links. Raises :class:`RequestError` where there are none."""
@@ -319,7 +291,7 @@ class StepTimes:
         self._body(1, "decode")  # what cannot be predicted is refused now
 
     def seconds(self, rows: Rows, ends: int) -> float:
-        """Of one step; rows and ends as in :func:`mixed_step`."""
+        """Seconds of one step; rows and ends as in :func:`mixed_step`."""
         tokens = sum(new for _, new in rows)
         fixed = self._body(tokens, _phase(rows, tokens)) + self._head(ends)
         if self._curves is not None:
@@ -327,7 +299,7 @@ class StepTimes:
         return fixed + self._attention(mixed_attention_work(self.config, rows))
 
     def decoding(self, contexts: Sequence[int]) -> Iterator[float]:
-        """Of one decode step after another, without end: each row holds one token more in each.
+        """Seconds of one decode step after another, without end: each row holds one token more in each.
 
         ``contexts`` are the tokens that the rows hold in the first of them, its new one included.
         """

@@ -1,7 +1,5 @@
-"""From one device to a thousand: what each way to split a model gives, and where it stops paying.
-
-Two questions have two answers. Does one more device make anybody's answer come sooner? And does it still do its share
-of the work, or do tokens get dearer?
+"""From one device to a thousand: what each kind of parallelism gives in latency and in tokens a device, and where it
+stops paying.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Point:
         fits: whether weights and cache do.
         rows: that all replicas decode together.
         prefill_s: seconds of a replica's prefill.
-        decode_s: seconds of a decode step: what a user waits for a token.
+        decode_s: seconds of a decode step: a user's wait for a token.
         tokens_per_s: of all devices, while they decode.
         efficiency: tokens/s a device, over those of the fewest devices that the model fits (of the fewest, if none).
         link_share: of the decode step's time, how much goes to messages and to waiting for other devices.
@@ -55,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """One way to split, from few devices to many; ``ends`` says why there are no more points."""
+    """One kind of parallelism, from few devices to many; ``ends`` says why there are no more points."""
 
     way: Way
     points: tuple[Point, ...]
@@ -67,7 +65,7 @@ class Scaling:
         return tuple(point for point in self.points if point.fits) or self.points
 
     def best_latency(self, phase: Literal["prefill", "decode"] = "decode") -> Point:
-        """The possible point behind which more devices no longer make the phase shorter."""
+        """The possible point after which more devices no longer make the phase shorter."""
         best, *more = self.possible
         for point in more:
             before, now = ((p.decode_s if phase == "decode" else p.prefill_s) for p in (best, point))
@@ -78,7 +76,7 @@ class Scaling:
 
     @property
     def last_that_pays(self) -> Point:
-        """The possible point behind which a device yields less than half of what it does where there are fewest."""
+        """The possible point after which a device yields less than half of what it does where there are fewest."""
         paying, *more = self.possible
         for point in more:
             if point.efficiency < PAYS:
@@ -101,19 +99,15 @@ def scale(
     imbalance: float = 1.0,
     utilisation: float = 0.9,
 ) -> Scaling:
-    """One way to split a model over more and more devices.
+    """One kind of parallelism over more and more devices.
 
     Args:
-        config: the model.
-        machine: the rates of one device and its links.
         memory_bytes: of one device.
-        way: to split.
         batch: rows that a replica decodes: the same work for more devices, of which replicas alone get more.
         context: tokens that each of them holds, and of each prompt.
         prompts: that are prefilled together.
-        devices: how many, in rising order.
         rows_per_device: ``batch`` rows for each device instead: more work for more devices.
-        imbalance: of the busiest device's experts over the mean; as far as so few devices allow.
+        imbalance: of the busiest device's experts over the mean; as far as few devices allow.
         utilisation: share of the memory that may be used.
 
     Raises:

@@ -61,7 +61,7 @@ def one_at_a_time() -> Scheduler:
     return Scheduler(BlockPool(8, 16, share_prefixes=False), max_running=1, token_budget=16)
 
 
-@pytest.mark.parametrize("load", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("load", [0.7, *(pytest.param(load, marks=pytest.mark.slow) for load in (0.5, 0.9))])
 def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
     # A request takes 4 steps of 0.25 s, one of its prompt and three jumped over: a service of 1 s.
     n, warm = 40_000, 4_000
