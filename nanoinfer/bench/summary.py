@@ -262,7 +262,7 @@ def summarise(run: Run, slo: Mapping[str, float] | None = None, budget: ErrorBud
     goodput = scores.goodput(wilson(scores.good, n_judged) if n_judged else None)
     if goodput is not None:
         goodput |= {"failed": scores.failed}
-        if not run.traces:
+        if not judged:
             goodput |= {"requests_s": None, "tok_s": None}
     record: dict[str, Any] = {
         "load": run.settings,

@@ -142,6 +142,8 @@ def test_what_was_not_measured_is_never_zero() -> None:
     assert {rate["value"] for rate in nothing["rates"].values()} == {None}
     assert (nothing["concurrency"]["mean"], nothing["goodput"]["share"], nothing["tokens"]["output"]) == (None,) * 3
     assert nothing["notes"] == ["No request ended well: there is no latency to speak of."]
+    warmup_alone = summarise(run([trace(2.0, [(1.0, 1)])], start=10.0, end=20.0), SLO)
+    assert (warmup_alone["goodput"]["requests_s"], warmup_alone["goodput"]["tok_s"]) == (None, None)
 
 
 def test_a_single_token_is_not_averaged_in_as_zero() -> None:
