@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from nanoinfer.cli import app as cli
 from nanoinfer.configs.catalog import MODELS
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.errors import ModelError
@@ -22,32 +20,14 @@ from nanoinfer.show.text import si
 from nanoinfer.theory import arithmetic
 from nanoinfer.theory.parameters import parameters
 from nanoinfer.theory.roofline import Machine, cached_seconds
+from tests.predict.commands import lines, one_line, record, run
 
 LLAMA = SHAPES["llama-3.1-8b"]
 PREDICT = ("predict", "llama-3.1-8b", "--gpu", "H100", "--batch", "32", "--context", "2048")
-FIT = ("fit", "llama-3.1-8b", "--gpu", "H100", "--context", "2048")
 
 
 def predict(model: str, gpu: str, **options: Any) -> Any:
     return latency.predict(PredictOptions(model, gpu, **options))
-
-
-def run(*args: str) -> Any:
-    return CliRunner().invoke(cli.app, list(args))
-
-
-def record(*args: str) -> Any:
-    result = run(*args, "--json")
-    assert result.exit_code == 0 and result.stderr == "", result.output
-    return json.loads(result.stdout)
-
-
-def lines(*args: str) -> dict[str, str]:
-    """Each line of the tables by its first column; the last of several of one name."""
-    result = run(*args)
-    assert result.exit_code == 0, result.output
-    cells = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in result.stdout.splitlines())
-    return {row[0]: row[1] for row in cells if len(row) == 2}
 
 
 # --- predict ------------------------------------------------------------------------
@@ -174,38 +154,6 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has measured it" in run("predict", "gpt2", "--gpu", "here", "--launch-us", "2").stderr
 
 
-# --- fit ----------------------------------------------------------------------------
-
-
-def test_what_fits_an_h100_by_hand() -> None:
-    found, shown = record(*FIT), lines(*FIT)
-    room, activations = 72e9 - 2 * 8_030_261_248, arithmetic.activation_bytes(LLAMA, 1, 1, dtype="bfloat16")
-    row = 2048 * 131_072 + activations
-    most = int(room // row)
-    assert (found["max_batch_rows"], found["max_context_tokens"]) == (most, 131_072)
-    assert found["kv_blocks"] == int(room // (16 * 131_072)) == 26_674
-    used = found["used_per_device_bytes"]
-    assert sum(used.values()) == pytest.approx(80e9)
-    assert used["weights"] == 2 * 8_030_261_248 and used["kv"] == most * 2048 * 131_072
-    assert 0 <= used["free"] < row and used["kept_back"] == pytest.approx(8e9)
-    by = {change["change"]: change["max_batch_rows"] for change in found["changes"]}
-    assert by["KV cache in 8 bits"] == int(room // (1024 * 131_072 + activations))
-    assert by["weights in 8 bits"] == int((room + 8_030_261_248) // row)
-    assert by["half the context (1024)"] == int(room // (1024 * 131_072 + activations))
-    assert by["twice the devices (--tp 2)"] == record(*FIT, "--tp", "2")["max_batch_rows"]
-    assert shown["largest batch at 2,048 tokens a row"] == f"{most:,}" == shown["as asked"]
-    assert shown["KV blocks of 16 tokens"] == "26,674" and shown["kept back"] == "8 GB   10.0%"
-    assert "55.94 GB are left" in found["why"] and "the model's own context" in found["why"]
-
-
-def test_a_row_too_long_for_the_memory() -> None:
-    args = ("fit", "llama-3.1-8b", "--gpu", "L4", "--context", "131072")
-    found = record(*args)
-    assert found["max_batch_rows"] == 0 and 0 < found["max_context_tokens"] < 131_072
-    assert "limited by memory" in found["why"] and found["used_per_device_bytes"]["kv"] == 0
-    assert "not one row of 131,072 tokens fits" in run(*args).stdout
-
-
 # --- gpus, mistakes, speed ------------------------------------------------------------
 
 
@@ -259,12 +207,6 @@ def test_mistakes_of_one_command(args: str, says: str) -> None:
 def test_a_family_that_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "rwkv"}', encoding="utf-8")
     one_line(run("fit", str(tmp_path), "--gpu", "H100"), "model_type 'rwkv' is not supported")
-
-
-def one_line(result: Any, says: str) -> None:
-    assert result.exit_code == 1, result.output
-    assert result.stdout == "" and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("nanoinfer: ") and says in result.stderr
 
 
 def test_a_model_is_known_by_its_published_name_with_its_published_context() -> None:
