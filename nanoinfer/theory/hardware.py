@@ -55,12 +55,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One device as its vendor describes it.
+    """One device as its vendor describes it; units and meanings as ``devices.toml`` states them.
 
-    ``kind`` ``gpu`` is any accelerator driven like one. ``memory_gb`` is the vendor's figure (of
-    a CPU: the most it takes); ``bandwidth_gbs`` GB/s = 1e9 bytes/s of its main memory; ``watts``
-    the board's limit (a CPU's TDP). ``link`` is the interconnect to devices of the same kind (``None``: only the host).
-    Rates are in TFLOP/s (TOP/s for int8): a dtype that is missing has no unit, a ``None`` no published figure.
+    ``kind`` ``gpu`` is any accelerator driven like one. A dtype that is missing from the rates has no unit on the
+    device, a ``None`` no published figure. ``link`` is the interconnect to devices of the same kind (``None``: only
+    through the host).
     """
 
     name: str

@@ -269,6 +269,9 @@ class StepTimes:
         capacity.check_tp(config, tp)
         self.config, self.machine, self.tp = config, machine, tp
         self._curves = machine.curves if tp == 1 else None
+        token_bytes = arithmetic.kv_width(config) * bytes_per_element(machine.dtype) * capacity.kv_share(config, tp)
+        self._flops_per_s, self._tokens_per_s = tp * machine.peak, machine.bandwidth / token_bytes
+        self._launch_s = config.n_layers * machine.launch_s
 
         @cache
         def body(tokens: int, phase: Phase) -> float:
@@ -296,7 +299,7 @@ class StepTimes:
         fixed = self._body(tokens, _phase(rows, tokens)) + self._head(ends)
         if self._curves is not None:
             return fixed + self.config.n_layers * self._curves.mixed_attention(rows)
-        return fixed + self._attention(mixed_attention_work(self.config, rows))
+        return fixed + self._attention(*mixed_attention_work(self.config, rows))
 
     def decoding(self, contexts: Sequence[int]) -> Iterator[float]:
         """Seconds of one decode step after another, without end: each row holds one token more in each.
@@ -312,13 +315,12 @@ class StepTimes:
         if any(size < sys.maxsize for size, _ in windows):
             for step in count():
                 seen = sum(_seen(windows, context + step) for context in contexts)
-                yield fixed + self._attention(AttentionWork(pair * seen, seen))
+                yield fixed + self._attention(pair * seen, seen)
         for seen in count(config.n_layers * sum(contexts), config.n_layers * n):
-            yield fixed + self._attention(AttentionWork(pair * seen, seen))
+            yield fixed + self._attention(pair * seen, seen)
 
-    def _attention(self, work: AttentionWork) -> float:
-        compute, memory = _attention_seconds(self.config, self.machine, work, self.tp)
-        return max(compute, memory) + self.config.n_layers * self.machine.launch_s
+    def _attention(self, flops: float, seen: int) -> float:
+        return max(flops / self._flops_per_s, seen / self._tokens_per_s) + self._launch_s
 
 
 def _phase(rows: Rows, tokens: int) -> Phase:

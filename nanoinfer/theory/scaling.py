@@ -14,8 +14,8 @@ from nanoinfer.theory.parallel import ParallelConfig, decode_step, memory, prefi
 from nanoinfer.theory.parameters import check_sizes
 from nanoinfer.theory.roofline import Machine, Step
 
-Way = Literal["tp", "pp", "cp", "ep", "replicas"]
-WAYS: Final[tuple[Way, ...]] = ("tp", "pp", "cp", "ep", "replicas")
+Dimension = Literal["tp", "pp", "cp", "ep", "replicas"]
+DIMENSIONS: Final[tuple[Dimension, ...]] = ("tp", "pp", "cp", "ep", "replicas")
 #: One device, two, four, ... 1,024.
 DOUBLINGS: Final = tuple(2**i for i in range(11))
 #: A step is shorter only if it is so by more than this share.
@@ -55,7 +55,7 @@ class Point:
 class Scaling:
     """One kind of parallelism, from few devices to many; ``ends`` says why there are no more points."""
 
-    way: Way
+    dimension: Dimension
     points: tuple[Point, ...]
     ends: str
 
@@ -89,7 +89,7 @@ def scale(
     config: ModelConfig,
     machine: Machine,
     memory_bytes: float,
-    way: Way,
+    dimension: Dimension,
     *,
     batch: int = 32,
     context: int = 2048,
@@ -111,13 +111,13 @@ def scale(
         utilisation: share of the memory that may be used.
 
     Raises:
-        RequestError: sizes below 1, a context beyond the model's, a way that this model or this machine does not have.
+        RequestError: sizes below 1, a context beyond the model's, a dimension that model or machine do not have.
     """
     check_sizes(batch=batch, context=context, prompts=prompts)
     points: list[Point] = []
     ends = "no more were asked for"
     for n in devices:
-        split = ParallelConfig(**{way: n})
+        split = ParallelConfig(**{dimension: n})
         rows = batch * split.group if rows_per_device else batch
         uneven = min(imbalance, float(split.ep))
         try:
@@ -132,10 +132,10 @@ def scale(
         rate = split.replicas * rows / step.seconds
         each = (first.seconds, step.seconds, rate, 1.0, waiting(step), waiting(first))
         points.append(Point(split, fits, rows * split.replicas, *each))
-    least = Scaling(way, tuple(points), ends).possible[0]
+    least = Scaling(dimension, tuple(points), ends).possible[0]
     base = least.tokens_per_s / least.split.devices
     rated = (replace(p, efficiency=p.tokens_per_s / p.split.devices / base) for p in points)
-    return Scaling(way, tuple(rated), ends)
+    return Scaling(dimension, tuple(rated), ends)
 
 
 def waiting(step: Step) -> float:

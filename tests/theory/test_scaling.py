@@ -14,7 +14,7 @@ from nanoinfer.theory import roofline
 from nanoinfer.theory.communication import Network
 from nanoinfer.theory.parallel import ParallelConfig, decode_step
 from nanoinfer.theory.roofline import Machine
-from nanoinfer.theory.scaling import DOUBLINGS, WAYS, scale
+from nanoinfer.theory.scaling import DIMENSIONS, DOUBLINGS, scale
 
 LLAMA = SHAPES["llama-3.1-8b"]
 BIG = replace(from_hf(MODELS["Llama-3-70B"][0], "Llama-3-70B"), context=131_072)
@@ -22,7 +22,7 @@ DEEPSEEK = from_hf(MODELS["DeepSeek-V3"][0], "DeepSeek-V3")
 H100 = replace(Machine.datasheet("H100"), network=Network(450e9, across=50e9))
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "ep"])
+@pytest.mark.parametrize("way", [way for way in DIMENSIONS if way != "ep"])
 def test_the_first_point_is_one_device(way: str) -> None:
     found = scale(LLAMA, H100, 80e9, way, batch=16, context=1024)  # type: ignore[arg-type]
     first = found.points[0]
