@@ -1,5 +1,4 @@
-"""Facts and texts that ship with the library, so that nothing is downloaded: datasheets,
-published models, and a text to measure with."""
+"""What ships with the library, so that nothing is downloaded: datasheets, published models, a text to measure with."""
 
 from __future__ import annotations
 
