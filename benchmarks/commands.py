@@ -2,14 +2,15 @@
 
     python -m benchmarks.commands BEFORE AFTER [--only predict]
 
-Each checkout has its .venv, or both use ``--python``. What is computed (predict, plan, simulate) must be equal to the
-digit; in what is measured (generate's figures, doctor, bench, lens) every number is masked, and in all of it paths and
-spaces.
+Each checkout has its .venv, or both use ``--python``. What is computed (predict, plan, simulate) must be equal to 12
+digits, JSON in any order of its keys. In what is measured (generate's figures, doctor, bench, lens) every number is
+masked, and in all of it paths and spaces.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import subprocess
@@ -54,7 +55,7 @@ SERVED: Final = (
     ("lens", "run"),
 )
 JSON: Final = ("generate", "predict", "fit", "gpus", "models", "plan", "simulate", "bench", "lens", "doctor")
-NUMBER: Final = re.compile(r"[-+]?\d[\d,]*(\.\d+)?([eE][-+]?\d+)?|–|\binf\b|\bnull\b|n/a")
+NUMBER: Final = re.compile(r"\b[0-9a-f]{40}\b|[-+]?\d[\d,]*(\.\d+)?([eE][-+]?\d+)?|–|\binf\b|\bnull\b|n/a")
 START_S: Final = 120.0
 
 
@@ -78,7 +79,11 @@ class Checkout:
         done = subprocess.run(
             self.command(*words), cwd=self.scratch, env=self.environment, capture_output=True, text=True, check=False
         )
-        return f"exit {done.returncode}\n{done.stdout}\n-- stderr\n{done.stderr}"
+        stdout = done.stdout
+        if "--json" in words and stdout:
+            record = json.loads(stdout, parse_float=lambda text: float(f"{float(text):.12g}"))
+            stdout = json.dumps(record, indent=1, sort_keys=True)
+        return f"exit {done.returncode}\n{stdout}\n-- stderr\n{done.stderr}"
 
     @contextmanager
     def server(self) -> Iterator[str]:
@@ -106,7 +111,7 @@ def masked(text: str, checkout: Checkout, is_measured: bool) -> list[str]:
         text = text.replace(str(folder), name)
     text = re.sub(r"http://127\.0\.0\.1:\d+", "URL", text)
     if is_measured:
-        text = NUMBER.sub("#", text)
+        text = re.sub(r"# [nµmkMGTP]?(s|B|FLOP)\b", r"# \1", NUMBER.sub("#", text))
     lines = (re.sub(r"[ ─━]+", " ", line).strip() for line in text.splitlines())
     return [line for line in lines if line]
 
