@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from nanoinfer.cli import bench, book, cluster, doctor, generate, predict, serve
+from nanoinfer.cli import bench, book, doctor, generate, predict, serve
 from nanoinfer.errors import NanoinferError
 from nanoinfer.log import say
 
@@ -98,7 +98,7 @@ def _top(
     """LLM inference from first principles: generate, measure, and run the book."""
 
 
-for module in (generate, doctor, predict, serve, bench, cluster, book):
+for module in (generate, doctor, predict, serve, bench, book):
     app.add_typer(module.commands)
 
 

@@ -15,50 +15,32 @@ from typing import Annotated, Any
 import typer
 
 from nanoinfer.option_types import Device, Dtype, Model, Temperature, WeightsSeed
+from nanoinfer.serve.options import ServeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """A model, an engine of it in each replica or worker, and the cluster they run on."""
+    """The Ray cluster, and what each replica or worker takes of it."""
 
-    model: Model
     address: Annotated[
         str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; without, a Ray on this machine alone.")
     ] = None
     cpus: Annotated[int, typer.Option(help="Cores of each.")] = 1
     gpus: Annotated[float, typer.Option(help="GPUs of each.")] = 0
-    device: Device = "cpu"
-    dtype: Dtype = "bfloat16"
-    max_running: Annotated[int, typer.Option(help="Sequences in a step of each at most.")] = 32
-    cache_tokens: Annotated[int | None, typer.Option(help="Tokens in the KV cache of each.")] = None
-    seed: WeightsSeed = 0
-
-    def engine_options(self) -> dict[str, Any]:
-        """What each engine is made with."""
-        names = ("device", "dtype", "max_running", "cache_tokens", "seed")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterServeOptions(ClusterOptions):
-    """Of ``nanoinfer cluster serve``."""
+class ClusterServeOptions(ClusterOptions, ServeOptions):
+    """Of ``nanoinfer cluster serve``: one server's, for each replica, but ``host``, ``port`` and ``api_key``."""
 
     replicas: Annotated[int, typer.Option(help="How many, spread over the machines.")] = 2
-    host: Annotated[str, typer.Option(help="Where to listen; only loopback keeps other machines out.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0 takes one that is free.")] = 8000
-    name: Annotated[str | None, typer.Option(help="What clients call the model; its own name if not given.")] = None
-    api_key: Annotated[
-        str | None, typer.Option(envvar="NANOINFER_API_KEY", help="That clients must give; none is asked if not set.")
-    ] = None
     speed: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Such as kernel,int8 (see `Optimizations`), plain, or auto: each replica tries what is best."
         ),
     ] = "plain"
     queue: Annotated[int, typer.Option(help="Requests that a replica takes; more wait, then are answered 429.")] = 256
-    timeout: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 600.0
-    drain: Annotated[float, typer.Option(help="Seconds for what is under way, after SIGTERM or Ctrl-C.")] = 30.0
     by_prefix: Annotated[
         bool, typer.Option("--by-prefix/--by-load", help="Send a prompt where its beginning is cached, or spread all.")
     ] = True
@@ -68,6 +50,7 @@ class ClusterServeOptions(ClusterOptions):
 class BatchOptions(ClusterOptions):
     """Of ``nanoinfer cluster batch``."""
 
+    model: Model
     prompts: Annotated[Path, typer.Argument(help='File of prompts, one {"prompt": ...} a line; also id, max_tokens.')]
     out: Annotated[Path, typer.Argument(help="File for the answers, one a line in the order of the prompts.")]
     workers: Annotated[int, typer.Option(help="How many, spread over the machines.")] = 2
@@ -75,3 +58,13 @@ class BatchOptions(ClusterOptions):
     max_tokens: Annotated[int, typer.Option(help="To generate for each prompt.")] = 64
     temperature: Temperature = 0.0
     sampling_seed: Annotated[int, typer.Option(help="Each prompt draws with this plus its place in the file.")] = 0
+    device: Device = "cpu"
+    dtype: Dtype = "bfloat16"
+    max_running: Annotated[int, typer.Option(help="Sequences in a worker's step at most.")] = 32
+    cache_tokens: Annotated[int | None, typer.Option(help="Tokens in a worker's KV cache.")] = None
+    seed: WeightsSeed = 0
+
+    def engine_options(self) -> dict[str, Any]:
+        """What each engine is made with."""
+        names = ("device", "dtype", "max_running", "cache_tokens", "seed")
+        return {name: getattr(self, name) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer.cluster import ClusterServeOptions
@@ -123,14 +124,8 @@ def deploy(options: ClusterServeOptions) -> Any:
         max_constructor_retry_count=3,
         request_router_config={"request_router_class": ROUTER} if options.by_prefix else {},
     )
-    of_each = ServeOptions(
-        model=options.model,
-        name=options.name,
-        speed=None if options.speed == "auto" else options.speed,
-        queue=options.queue,
-        timeout=options.timeout,
-        **options.engine_options(),
-    )
+    # The gateway asks for the key: it is of no use to the replicas.
+    of_each = replace(options, speed=None if options.speed == "auto" else options.speed, api_key=None)
     serve.start(proxy_location="Disabled")  # the gateway is ours
     try:
         return serve.run(deployment.bind(of_each), name=APP, route_prefix=None)

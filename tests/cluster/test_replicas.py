@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import json
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.cluster import BatchOptions, ClusterServeOptions, ray_runtime
+from nanoinfer.cluster import BatchOptions, ClusterServeOptions, ray_runtime, replicas
 from nanoinfer.cluster.batch import Worker, run_batch
 from nanoinfer.cluster.gateway import ForwardedRequest
 from nanoinfer.cluster.replicas import ROUTER, Replica, serve_cluster
@@ -105,6 +106,24 @@ def test_ray_gets_its_settings_when_it_is_asked_for_and_not_before(monkeypatch: 
     assert environment == {"RAY_USAGE_STATS_ENABLED": "1"}
     assert ray_runtime.require() is ray
     assert environment == {**ray_runtime.ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "1"}
+
+
+def test_each_replica_gets_the_options_of_the_server_but_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {}
+
+    def deployment(kind: type, **given: Any) -> Any:
+        settings.update(given, kind=kind)
+        return types.SimpleNamespace(bind=lambda options: options)
+
+    serve = types.SimpleNamespace(deployment=deployment, start=lambda **_: None, run=lambda bound, **_: bound)
+    monkeypatch.setattr(replicas, "require", lambda: types.SimpleNamespace(serve=serve))
+    monkeypatch.setattr(replicas, "check_room", lambda *needed: settings.update(needed=needed))
+    options = ClusterServeOptions(model=MODEL, replicas=3, cpus=2, speed="auto", api_key="k", queue=7, max_running=5)
+    bound = replicas.deploy(options)
+    assert (settings["kind"], settings["num_replicas"], settings["needed"]) == (Replica, 3, (3, 2, 0))
+    assert settings["max_ongoing_requests"] == 7
+    assert (bound.model, bound.speed, bound.api_key, bound.max_running) == (MODEL, None, None, 5)
+    assert pickle.loads(pickle.dumps(bound)) == bound  # Ray sends it to other machines
 
 
 def test_the_router_imports_where_there_is_ray(monkeypatch: pytest.MonkeyPatch) -> None:
