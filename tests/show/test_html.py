@@ -3,28 +3,6 @@ from __future__ import annotations
 import pytest
 
 from nanoinfer.show.html import table
-from nanoinfer.show.text import format_number
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (134_515_008, "134,515,008"),
-        (-1234, "-1,234"),
-        (0.0, "0"),
-        (14.12345, "14.1"),
-        (9.996, "10.0"),
-        (12345.6, "12,346"),
-        (0.012345, "0.0123"),
-        (-2.5, "-2.50"),
-        (8.33e-7, "8.33e-07"),
-        (1e15, "1.00e+15"),
-        (float("inf"), "inf"),
-    ],
-)
-def test_numbers_are_written_to_three_digits_and_whole_digits_kept(value: float, text: str) -> None:
-    assert format_number(value) == text
 
 
 def test_a_table_has_caption_scopes_and_right_aligned_numbers() -> None:
