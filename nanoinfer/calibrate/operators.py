@@ -234,10 +234,15 @@ def _rest(loaded: LoadedModel, device: torch.device, repeats: int, parts: Operat
         seconds = []
         for batch, new, context in shapes:
             whole = _layer(loaded, device, 1 if new > MANY else repeats, batch, new, context)
-            multiplied = sum(curve.at(batch * new) for name, curve in parts.products.items() if name != "lm_head")
-            seconds.append(max(whole - multiplied - parts.attention(batch, new, context), 1e-6))
+            seconds.append(_remainder(parts, whole, batch * new, parts.attention(batch, new, context)))
         curves.append(Curve(tuple(batch * new for batch, new, _ in shapes), tuple(seconds)))
     return curves[0], curves[1]
+
+
+def _remainder(parts: OperatorCurves, layer: float, rows: int, attention: float) -> float:
+    """A layer's seconds less those of its products and attention alone; above 0, whatever the noise."""
+    products = sum(curve.at(rows) for name, curve in parts.products.items() if name != "lm_head")
+    return max(layer - products - attention, 1e-6)
 
 
 def _layer(loaded: LoadedModel, device: torch.device, repeats: int, batch: int, new: int, context: int) -> float:
@@ -271,10 +276,8 @@ def _paged_rest(loaded: LoadedModel, parts: OperatorCurves) -> tuple[Curve, Curv
     notes: list[StepNote] = []
     engine.on_step = notes.append
 
-    def left(rows: int, ends: int, attention: float, seconds: list[float]) -> float:
-        multiplied = sum(curve.at(rows) for name, curve in parts.products.items() if name != "lm_head")
-        whole = (statistics.median(seconds) - head.at(ends)) / n_layers
-        return max(whole - multiplied - attention, 1e-6)
+    def rest(rows: int, ends: int, attention: float, seconds: list[float]) -> float:
+        return _remainder(parts, (statistics.median(seconds) - head.at(ends)) / n_layers, rows, attention)
 
     decode, prefill = [], []
     for n in REST_BATCHES:
@@ -283,11 +286,11 @@ def _paged_rest(loaded: LoadedModel, parts: OperatorCurves) -> tuple[Curve, Curv
         engine.generate([[0] * length for length in lengths], SamplingParams(max_tokens=STEPS, ignore_eos=True))
         taken = [note.end - note.start for note in notes if not note.prefill_tokens and note.decode_rows == n]
         context = sum(lengths) / n + STEPS / 2
-        decode.append(left(n, n, parts.paged(n, context), taken))
+        decode.append(rest(n, n, parts.paged(n, context), taken))
     for n in prompts:
         notes.clear()
         engine.generate([[0] * n], SamplingParams(max_tokens=1, ignore_eos=True))
-        prefill.append(left(n, 1, parts.prefill_attention.at(n), [note.end - note.start for note in notes]))
+        prefill.append(rest(n, 1, parts.prefill_attention.at(n), [note.end - note.start for note in notes]))
     return Curve(REST_BATCHES, tuple(decode)), Curve(tuple(prompts), tuple(prefill))
 
 

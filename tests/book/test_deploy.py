@@ -41,7 +41,7 @@ SBATCH_OPTIONS = {
 
 
 def in_shell(text: str) -> Iterator[list[str]]:
-    """Words behind each ``nanoinfer`` of a shell's lines, up to where the shell takes over again."""
+    """Words after each ``nanoinfer`` of a shell's lines, up to where the shell takes over again."""
     for line in text.replace("\\\n", " ").splitlines():
         if re.search(r"(^|[\s/])nanoinfer [a-z]", line) and not line.lstrip().startswith("#"):
             words = shlex.split(line, comments=True)

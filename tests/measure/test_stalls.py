@@ -76,8 +76,8 @@ def test_a_preempted_request_waits_for_its_blocks() -> None:
     assert every[0, 2.0].cause == "decode"
 
 
-def test_who_was_preempted_once_is_not_so_in_every_gap() -> None:
-    """At 3 somebody else loses their blocks, in a step that the victim of another time gets its token from."""
+def test_a_request_preempted_once_is_not_so_in_every_gap() -> None:
+    """At 3 another request loses its blocks, in a step that gives this one, preempted at another time, its token."""
     trace = stream(1, 2, 3, 9, 10, t_start=0.0, preemptions=1)
     log = steps(1, 2, 3, 9, 10, prefill={3: 5}, preempted={3: 1})
     assert only(stalls([trace], log)).shares == {"decode": 1, "prefill": 5}
@@ -93,7 +93,7 @@ def test_the_wait_for_the_first_token() -> None:
     assert stall.cause == "prompt"
 
 
-def test_time_on_the_wire() -> None:
+def test_time_on_the_network() -> None:
     """The engine had nothing to do from 3 to 8, and the client heard nothing until 8.5."""
     over_http = stream(1, 2, 3, 8.5, 9.5, kinds=["content"] * 5)
     in_process = stream(1, 2, 3, 8.5, 9.5)
@@ -262,7 +262,7 @@ def test_the_engines_preemptions(clock: Clock) -> None:
         assert s.cause == ("prompt" if s.first else "preemption" if s == stall else "decode")
 
 
-def test_who_finds_no_place_waits_in_the_queue(clock: Clock) -> None:
+def test_a_request_without_a_slot_waits_in_the_queue(clock: Clock) -> None:
     engine = tiny(max_running=1, token_budget=16, cache_tokens=64)
     notes = noted(engine, clock)
     done = engine.generate([[1, 2, 3, 4], [5, 6, 7, 8]], greedy(4))
