@@ -25,7 +25,7 @@ from nanoinfer.cluster.prefix import chunks_of
 from nanoinfer.serve.app import ClientDisconnected, unless_disconnected
 from nanoinfer.serve.errors import APIError, install_handlers, to_api_error
 from nanoinfer.serve.middleware import LimitsMiddleware
-from nanoinfer.serve.service import Limits
+from nanoinfer.serve.service import ServerLimits
 
 ATTEMPTS = 3
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]  # the replicas' app says which it serves
@@ -136,7 +136,7 @@ class Gateway:
     """Passes requests on, within the limits of each client."""
 
     forward: Forward
-    limits: Limits
+    limits: ServerLimits
     counts: Counts = field(default_factory=Counts)
 
     async def answer(self, request: Request) -> Response:

@@ -26,7 +26,7 @@ from nanoinfer.serve.errors import APIError
 from nanoinfer.serve.options import ServeOptions
 from nanoinfer.serve.run import listen, open_service
 from nanoinfer.serve.run import run_app as run_server
-from nanoinfer.serve.service import Limits
+from nanoinfer.serve.service import ServerLimits
 
 APP = "nanoinfer"
 ROUTER = "nanoinfer.cluster.router.PrefixRouter"  # Serve takes its path
@@ -96,9 +96,9 @@ def serve_cluster(options: ClusterServeOptions) -> None:
                 ray.serve.delete(APP)
 
 
-def limits_of(options: ClusterServeOptions) -> Limits:
+def limits_of(options: ClusterServeOptions) -> ServerLimits:
     """Of each client; ``outstanding`` is each replica's."""
-    return Limits(outstanding=options.queue, seconds=options.timeout)
+    return ServerLimits(outstanding=options.queue, seconds=options.timeout)
 
 
 def deploy(options: ClusterServeOptions) -> Any:

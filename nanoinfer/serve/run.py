@@ -17,7 +17,7 @@ from nanoinfer.log import say
 from nanoinfer.optimize.options import Optimizations
 from nanoinfer.serve.app import make_app
 from nanoinfer.serve.options import ServeOptions
-from nanoinfer.serve.service import Limits, Service
+from nanoinfer.serve.service import ServerLimits, Service
 
 LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]", "::1"]
 
@@ -48,7 +48,7 @@ def open_service(options: ServeOptions) -> Service:
         **speed,
     )
     assert isinstance(engine, ContinuousEngine)
-    limits = Limits(outstanding=options.queue, seconds=options.timeout)
+    limits = ServerLimits(outstanding=options.queue, seconds=options.timeout)
     return Service(engine, options.name or options.model, limits)
 
 

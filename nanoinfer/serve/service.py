@@ -18,8 +18,8 @@ LONG_TEXT = 20_000  # characters: tokenizing more takes longer than other reques
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a server.
+class ServerLimits:
+    """ServerLimits of a server.
 
     Args:
         body_bytes: most of a request's body.
@@ -42,7 +42,7 @@ class Service:
         name: of the model, as clients must write it.
     """
 
-    def __init__(self, engine: ContinuousEngine, name: str, limits: Limits) -> None:
+    def __init__(self, engine: ContinuousEngine, name: str, limits: ServerLimits) -> None:
         self.engine, self.name, self.limits = engine, name, limits
         self.created = int(time.time())
         self.metrics = Metrics(engine)

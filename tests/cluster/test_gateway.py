@@ -28,7 +28,7 @@ from nanoinfer.cluster.gateway import (
 from nanoinfer.engines.async_engine import QueueFull
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.serve.app import make_app as make_replica
-from nanoinfer.serve.service import Limits, Service
+from nanoinfer.serve.service import ServerLimits, Service
 from tests.serve.helpers import FORTY, saying
 
 Fate = Callable[[int], int | None]  # of the n-th time that a replica is asked: how many batches it lives for
@@ -39,7 +39,7 @@ class Replicas:
 
     def __init__(self, fate: Fate = lambda n: None) -> None:
         self.service = Service(
-            ContinuousEngine(saying(), block_size=4, max_running=8, token_budget=32), "m", Limits(seconds=30)
+            ContinuousEngine(saying(), block_size=4, max_running=8, token_budget=32), "m", ServerLimits(seconds=30)
         )
         self.app, self.fate = make_replica(self.service), fate
         self.asked: list[tuple[ForwardedRequest, list[int]]] = []
@@ -60,9 +60,9 @@ class Replicas:
 
 
 @contextmanager
-def gateway(replicas: Any, limits: Limits | None = None, **options: Any) -> Iterator[tuple[Gateway, Any]]:
+def gateway(replicas: Any, limits: ServerLimits | None = None, **options: Any) -> Iterator[tuple[Gateway, Any]]:
     """A gateway, and what gives a client of it within an event loop."""
-    made = Gateway(replicas.forward, limits or Limits(seconds=30))
+    made = Gateway(replicas.forward, limits or ServerLimits(seconds=30))
 
     async def metrics() -> bytes:
         return merge_metrics({}, made.counts)
@@ -113,7 +113,7 @@ def test_whole_and_streamed_answers_pass_unchanged() -> None:
 
 def test_the_replicas_app_says_what_is_wrong_and_the_gateway_what_is_too_large_or_unknown() -> None:
     replicas = Replicas()
-    with gateway(replicas, Limits(body_bytes=1000), api_key="k") as (_, client):
+    with gateway(replicas, ServerLimits(body_bytes=1000), api_key="k") as (_, client):
         assert run(client, "POST", "/v1/completions", json=completion()).status_code == 401
         assert not replicas.asked
         key = {"Authorization": "Bearer k"}
@@ -235,7 +235,7 @@ def test_full_and_failing_and_silent_replicas_are_errors_of_their_own() -> None:
         (silent_later, 200, "the answer took too long"),
         (failing_later, 200, "the server failed"),
     ):
-        with gateway(Odd(what), Limits(seconds=0.2)) as (_, client):
+        with gateway(Odd(what), ServerLimits(seconds=0.2)) as (_, client):
             response = run(client, "POST", "/v1/completions", json=completion(stream=True))
             assert (response.status_code, said in response.text) == (status, True), what.__name__
     with gateway(Odd(failing)) as (made, client), pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize("best", ["plain", "kernel"])
+@pytest.mark.parametrize("best", ["plain", "packed"])
 def test_the_quickest_is_taken_said_and_remembered(
     best: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -26,17 +26,17 @@ def test_the_quickest_is_taken_said_and_remembered(
 
     def trial(loaded: LoadedModel) -> dict[str, float]:
         trials.append(loaded.name)
-        return {"plain": 0.2, "kernel": 0.1 if best == "kernel" else 0.3}
+        return {"plain": 0.2, "packed": 0.1 if best == "packed" else 0.3}
 
     monkeypatch.setattr(loading, "trial", trial)
     loaded = load_model("random:tiny-llama")
     for _ in range(2):
         engine = load(loaded, "auto", max_running=3)
         assert isinstance(engine, ContinuousEngine)
-        assert (engine.kernel is not None) == (best == "kernel")
+        assert (engine.model is not loaded.model) == (best == "packed")
         assert engine.scheduler.max_running == 3
     assert trials == ["random:tiny-llama"]
-    assert f"kernel {'0.10' if best == 'kernel' else '0.30'} s: taking '{best}'" in capsys.readouterr().err
+    assert f"packed {'0.10' if best == 'packed' else '0.30'} s: taking '{best}'" in capsys.readouterr().err
     load(load_model("random:tiny-llama", seed=1), "auto")
     assert len(trials) == 2  # other weights are another model
 

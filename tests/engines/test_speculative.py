@@ -54,6 +54,7 @@ def test_greedy_tokens_are_those_of_the_cached_engine(name: str, n_draft: int) -
             assert engine.speculation.passes == 3 * math.ceil(50 / (n_draft + 1))
 
 
+@pytest.mark.slow
 def test_a_real_model_that_repeats_itself_takes_fewer_passes() -> None:
     loaded = load_model("smollm2-135m")
     prompt = "The cat sat on the mat. The dog sat on the mat. The cat sat on the mat. The dog"

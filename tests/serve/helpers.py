@@ -15,7 +15,7 @@ import uvicorn
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.serve.app import make_app
-from nanoinfer.serve.service import Limits, Service
+from nanoinfer.serve.service import ServerLimits, Service
 from tests.engines.helpers import scripted
 
 EOS = 200
@@ -81,11 +81,11 @@ def saying(text: str = FORTY, prompt: int = 2, context: int = 64, eos: bool = Tr
 
 @contextmanager
 def serving(
-    loaded: LoadedModel, limits: Limits | None = None, api_key: str | None = None, **options: Any
+    loaded: LoadedModel, limits: ServerLimits | None = None, api_key: str | None = None, **options: Any
 ) -> Iterator[Server]:
     """A server of this model, named m."""
     engine = ContinuousEngine(loaded, **{"block_size": 4, "max_running": 8, "token_budget": 32, **options})
-    service = Service(engine, "m", limits or Limits())
+    service = Service(engine, "m", limits or ServerLimits())
     config = uvicorn.Config(make_app(service, api_key), port=0, log_level="warning", access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

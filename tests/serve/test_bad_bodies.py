@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.serve.service import Limits
+from nanoinfer.serve.service import ServerLimits
 from tests.serve.helpers import Server, saying, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -167,7 +167,7 @@ def test_a_model_without_a_template_refuses_chat() -> None:
 
 
 def test_a_body_that_is_too_large() -> None:
-    with serving(saying(), Limits(body_bytes=1000)) as server:
+    with serving(saying(), ServerLimits(body_bytes=1000)) as server:
         assert "1,000" in refused(server.complete(prompt="x" * 2000), status=413)
 
         def pieces() -> Iterator[bytes]:  # without a length in front

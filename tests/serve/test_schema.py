@@ -12,7 +12,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
-from nanoinfer.serve.service import Limits
+from nanoinfer.serve.service import ServerLimits
 from tests.engines.helpers import LLAMA, tiny
 from tests.examples import examples
 from tests.serve.helpers import TEMPLATE, Server, serving
@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
     loaded = tiny(LLAMA)
     assert loaded.tokenizer is not None
     loaded.tokenizer.chat_template = TEMPLATE
-    with serving(loaded, Limits(seconds=10)) as server:
+    with serving(loaded, ServerLimits(seconds=10)) as server:
         yield server
         server.until_empty()
         assert server.complete(max_tokens=1).status_code == 200

@@ -22,7 +22,7 @@ import openai
 import pytest
 
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.serve.service import Limits
+from nanoinfer.serve.service import ServerLimits
 from tests.engines.helpers import LLAMA, present, tiny
 from tests.serve.helpers import FORTY, SECONDS, TEMPLATE, Server, saying, serving
 
@@ -46,7 +46,7 @@ def held(server: Server) -> Iterator[threading.Event]:
 
 
 def test_no_free_slot_says_when_to_come_again() -> None:
-    with serving(saying(), Limits(outstanding=2)) as server:
+    with serving(saying(), ServerLimits(outstanding=2)) as server:
         with held(server) as go:
             threads = [threading.Thread(target=server.complete) for _ in range(2)]
             for thread in threads:
@@ -64,7 +64,7 @@ def test_no_free_slot_says_when_to_come_again() -> None:
 
 
 def test_several_prompts_are_taken_whole_or_not_at_all() -> None:
-    with serving(saying(), Limits(outstanding=2)) as server:
+    with serving(saying(), ServerLimits(outstanding=2)) as server:
         assert server.complete(prompt=["a", "b", "c"]).status_code == 429
         server.until_empty()
         assert server.complete(prompt=["ab", "cd"]).status_code == 200
@@ -95,7 +95,7 @@ def test_an_answer_whose_client_disconnected_is_dropped() -> None:
 
 
 def test_an_answer_that_takes_too_long() -> None:
-    with serving(saying(), Limits(seconds=0.2)) as server, held(server) as go:
+    with serving(saying(), ServerLimits(seconds=0.2)) as server, held(server) as go:
         threading.Timer(0.5, go.set).start()
         response = server.complete()
         assert response.status_code == 504 and "too long" in response.json()["error"]["message"]
@@ -173,7 +173,7 @@ def test_200_streams_of_which_many_are_left() -> None:
         ):
             return await asyncio.gather(*(one(client, prompt, leave) for prompt, leave in plans))
 
-    with serving(loaded, Limits(outstanding=200), cache_tokens=512) as server:
+    with serving(loaded, ServerLimits(outstanding=200), cache_tokens=512) as server:
         texts = asyncio.run(all_of_them(server.url))
         server.until_empty()
         engine = server.service.engine
