@@ -117,7 +117,7 @@ class TestContext:
 
 
 class TestExperts:
-    def test_tokens_there_and_back_behind_their_counts(self) -> None:
+    def test_tokens_there_and_back_after_their_counts(self) -> None:
         # 16 tokens, 2 experts each, 4,096 numbers of 2 bytes; 3 of 4 leave; 32 layers; 8 counts of 8 bytes.
         busy, counts, tokens = c.expert_parallel(MIXTRAL, 16, 4, 2)
         assert tokens == Traffic("all-to-all", 64, 16 * 2 * 4096 * 2, 64 * 0.75 * 16 * 2 * 4096 * 2)
@@ -173,7 +173,7 @@ def test_an_all_reduce_over_two_servers() -> None:
 
 
 def test_an_all_gather_over_two_servers() -> None:
-    # Its own 10 B to one partner in the other server; then 2 x 10 to the three beside it: 10 and 60 B.
+    # Its own 10 B to one partner in the other server; then 2 x 10 to the three next to it: 10 and 60 B.
     assert NETWORK.seconds((c.all_gather(1, 10.0, 8),), 8) == pytest.approx(6.0 + 60 / 100 + 10 / 10)
 
 

@@ -65,7 +65,7 @@ def test_a_mixed_step_of_decoding_rows_and_chunks() -> None:
     # Four rows at 16 tokens, the newest included; all of them choose a token.
     decode = mixed_step(config, machine, [(15, 1)] * 4, ends=4)
     assert decode.seconds == pytest.approx(30 * 14e-3 + 2e-3 + 30 * 8e-4 + 31 * 8e-5)
-    # One of them beside 16 tokens of a prompt behind 16 others: the triangle of 32 less that of 16.
+    # One of them with 16 tokens of a prompt after 16 others: the triangle of 32 less that of 16.
     mixed = mixed_step(config, machine, [(15, 1), (16, 16)], ends=1)
     attention = 30 * (2e-4 + 5e-4 * 32 / 16 - 5e-4)
     assert mixed.seconds == pytest.approx(30 * 7 * 17 / 4 * 2e-3 + 1e-3 + attention + 31 * 6e-5 * 17 / 16)

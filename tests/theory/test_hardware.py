@@ -91,7 +91,7 @@ def test_rows_are_consistent(row: hardware.Device) -> None:
     if row.link is not None:
         assert LINKS[row.link.name] is row.link and row.link.gbs_one_way < row.bandwidth_gbs
     if row.kind == "cpu":
-        assert not known, "nobody states a CPU's rate"
+        assert not known, "no vendor states a CPU's rate"
 
 
 @pytest.mark.parametrize("row", LINKS.values(), ids=list(LINKS))

@@ -272,7 +272,7 @@ def test_ideal_links_cost_nothing(split: ParallelConfig) -> None:
 def test_an_ideal_tensor_split_halves_all_that_is_shared() -> None:
     one, two = (decode_step(LLAMA, IDEAL, ParallelConfig(tp=n), 16, 4096) for n in (1, 2))
     assert operator(two, "attention").seconds == operator(one, "attention").seconds / 2
-    assert two.seconds == pytest.approx(one.seconds / 2, rel=0.02)  # norms and activations are everybody's
+    assert two.seconds == pytest.approx(one.seconds / 2, rel=0.02)  # norms and activations are on every device
 
 
 def test_between_servers_all_reduces_wait_for_the_slow_link() -> None:

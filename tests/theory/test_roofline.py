@@ -74,7 +74,7 @@ def test_launches_add_up() -> None:
 def test_tensor_parallel_divides_weights_and_adds_all_reduces() -> None:
     one, four = (decode_step(LLAMA, H100, 1, 128, tp=tp) for tp in (1, 4))
     assert operator(four, "gate_proj") == pytest.approx(operator(one, "gate_proj") / 4, rel=0.01)
-    # Two all-reduces in each of 32 layers and one behind the embedding, 8 us each; a ring's bytes over 450 GB/s.
+    # Two all-reduces in each of 32 layers and one after the embedding, 8 us each; a ring's bytes over 450 GB/s.
     moved = 65 * 2 * 3 / 4 * LLAMA.d_model * 2
     assert operator(four, "all-reduce") == pytest.approx(65 * 8e-6 + moved / 450e9)
     assert operator(four, "all-gather") == pytest.approx(8e-6 + 3 * 128_256 / 4 * 2 / 450e9)
