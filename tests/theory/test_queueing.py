@@ -81,7 +81,7 @@ def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
 
 def test_the_mean_wait_is_that_of_m_m_1() -> None:
     # Many tiny steps, geometric in number: nearly exponential services with a mean of 1 s.
-    rng, load, n = random.Random(5), 0.7, 30_000
+    rng, load, n = random.Random(5), 0.7, 10_000
     steps = 100
     outputs = (1 + int(rng.expovariate(1 / (steps - 0.5))) for _ in range(n))
     work = (WorkItem(b"\0", output, at) for at, output in zip(poisson(load, seed=6), outputs, strict=False))
