@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from nanoinfer.show.html import Html as Html
     from nanoinfer.show.html import table as table
     from nanoinfer.show.widgets import Choice as Choice
-    from nanoinfer.show.widgets import Entry as Entry
     from nanoinfer.show.widgets import Slider as Slider
+    from nanoinfer.show.widgets import TextEntry as TextEntry
     from nanoinfer.show.widgets import panel as panel
 
 _HOMES = {"figure": "figures", "Html": "html", "table": "html"}
-_HOMES |= dict.fromkeys(("Choice", "Entry", "Slider", "panel"), "widgets")
+_HOMES |= dict.fromkeys(("Choice", "TextEntry", "Slider", "panel"), "widgets")
 __all__ = list(_HOMES)
 
 

@@ -86,7 +86,7 @@ class Slider(Control):
 
 
 @dataclass(frozen=True)
-class Entry(Control):
+class TextEntry(Control):
     """A line of text, for instance a prompt."""
 
     label: str

@@ -8,7 +8,7 @@ import pytest
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.show.html import Html, table
-from nanoinfer.show.widgets import HINT, WIDGET_VIEW, Choice, Control, Entry, Slider, live_box, panel
+from nanoinfer.show.widgets import HINT, WIDGET_VIEW, Choice, Control, Slider, TextEntry, live_box, panel
 
 CELL = """
 from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ CONTROLS: dict[str, Control] = {
     "batch": Choice("Batch", [1, 2, 4], 2),
     "steps": Slider("Steps", 1, 8, 4),
     "share": Slider("Share", 0.0, 1.0, 0.5, 0.1),
-    "prompt": Entry("Prompt", "Once"),
+    "prompt": TextEntry("Prompt", "Once"),
 }
 
 
