@@ -14,7 +14,7 @@ from nanoinfer.models.attention import KVCache, attend
 from nanoinfer.models.model import Decoder
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Multi-head self-attention with one fused projection for q, k and v."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         return self.c_proj(out)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class GPT2MLP(nn.Module):
     """Two products with a tanh-GELU between: d -> f -> d."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -43,15 +43,15 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """Norm, attention, add; norm, MLP, add."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.attn = Attention(config, layer)
+        self.attn = GPT2Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = GPT2MLP(config)
 
     def forward(self, x: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, mask)
@@ -67,7 +67,7 @@ class GPT2(Decoder):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         self.wpe = nn.Embedding(config.context, config.d_model)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.h = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
 

@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return self.o_proj(out)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     """Gated: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -93,13 +93,13 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Norm, attention, add; norm, MLP (or a mixture of experts), add."""
 
-    def __init__(self, config: ModelConfig, layer: int, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
+    def __init__(self, config: ModelConfig, layer: int, mlp: Callable[[ModelConfig], nn.Module] = LlamaMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = LlamaAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = mlp(config)
 
@@ -114,10 +114,10 @@ class Llama(Decoder):
     parts = ("embed_tokens", "layers", "norm")
     inv_freq: Tensor
 
-    def __init__(self, config: ModelConfig, mlp: Callable[[ModelConfig], nn.Module] = MLP) -> None:
+    def __init__(self, config: ModelConfig, mlp: Callable[[ModelConfig], nn.Module] = LlamaMLP) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Block(config, layer, mlp) for layer in range(config.n_layers))
+        self.layers = nn.ModuleList(LlamaBlock(config, layer, mlp) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         with torch.device("cpu"):  # a real tensor even while the weights are on the meta device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.models.llama import MLP
+from nanoinfer.models.llama import LlamaMLP
 
 
 def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ class MixtureOfExperts(nn.Module):
         self.top_k, self.n_experts = config.moe.top_k, config.moe.n_experts
         expert = replace(config, d_ff=config.moe.d_expert)
         self.gate = nn.Linear(config.d_model, self.n_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(expert) for _ in range(self.n_experts))
+        self.experts = nn.ModuleList(LlamaMLP(expert) for _ in range(self.n_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # [T, d]

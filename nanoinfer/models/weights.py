@@ -22,7 +22,7 @@ from torch import Tensor
 from nanoinfer.configs.config import ModelConfig, check_runnable
 from nanoinfer.errors import ModelError
 from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import MLP, Llama
+from nanoinfer.models.llama import Llama, LlamaMLP
 from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.store import read_json
 
@@ -50,7 +50,7 @@ def build(config: ModelConfig) -> GPT2 | Llama:
     check_runnable(config)
     if config.family == "gpt2":
         return GPT2(config)
-    return Llama(config, MLP if config.moe is None else MixtureOfExperts)
+    return Llama(config, LlamaMLP if config.moe is None else MixtureOfExperts)
 
 
 @lru_cache(maxsize=8)

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.models.attention import KVCache, attend
-from nanoinfer.models.llama import MLP, Attention, rotate
+from nanoinfer.models.llama import LlamaAttention, LlamaMLP, rotate
 from nanoinfer.models.model import Decoder
 
 
-class FusedAttention(Attention):
+class FusedAttention(LlamaAttention):
     """Llama's attention with queries, keys and values from one product, and both rotations in one."""
 
-    def __init__(self, plain: Attention) -> None:
+    def __init__(self, plain: LlamaAttention) -> None:
         nn.Module.__init__(self)  # not the parent's, which would make three projections
         self.layer, self.d_head = plain.layer, plain.d_head
         self.n_q, self.n_kv = (p.out_features // plain.d_head for p in (plain.q_proj, plain.k_proj))
@@ -31,10 +31,10 @@ class FusedAttention(Attention):
         return self.o_proj(out)  # type: ignore[no-any-return]
 
 
-class FusedMLP(MLP):
+class FusedMLP(LlamaMLP):
     """Llama's gated MLP with gate and up from one product."""
 
-    def __init__(self, plain: MLP) -> None:
+    def __init__(self, plain: LlamaMLP) -> None:
         nn.Module.__init__(self)
         self.gate_up_proj = _joined([plain.gate_proj, plain.up_proj])
         self.down_proj = plain.down_proj
@@ -52,9 +52,9 @@ def fuse(model: Decoder) -> None:
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Attention):
+            if isinstance(child, LlamaAttention):
                 setattr(parent, name, FusedAttention(child))
-            elif isinstance(child, MLP):  # experts too
+            elif isinstance(child, LlamaMLP):  # experts too
                 setattr(parent, name, FusedMLP(child))
 
 

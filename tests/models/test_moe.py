@@ -20,7 +20,7 @@ from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.errors import DeviceError, ModelError
 from nanoinfer.models import registry
 from nanoinfer.models.gguf_file import GGUFFile
-from nanoinfer.models.llama import MLP
+from nanoinfer.models.llama import LlamaMLP
 from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.reference import hf_config, to_transformers
 from nanoinfer.models.registry import load_model
@@ -189,7 +189,7 @@ def test_fused_and_packed_experts_say_the_same(words: str) -> None:
     kinds = {type(module).__name__ for module in layer(quick.model).experts.modules()}
     assert ("FusedMLP" in kinds) == ("fuse" in words) and ("PackedLinear" in kinds) == ("pack" in words)
     assert [one.token_ids for one in quick.generate(PROMPTS, params)] == [one.token_ids for one in plain]
-    assert type(layer(loaded.model).experts[0]) is MLP  # the model itself is as it was
+    assert type(layer(loaded.model).experts[0]) is LlamaMLP  # the model itself is as it was
 
 
 @pytest.mark.parametrize("words", ["kernel", "kernel,int8", "int8", "int4", "compiled", "graphs"])
