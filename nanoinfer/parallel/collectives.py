@@ -1,7 +1,6 @@
-"""Communication between ranks, and how many bytes each of them sends.
+"""Communication between ranks: PyTorch's collectives (gloo on CPUs, NCCL on GPUs), each call logged.
 
-Every split of a model comes down to a few collectives. They are PyTorch's (gloo on CPUs, NCCL on GPUs); here each call
-is logged, with the bytes that leave this rank in a ring algorithm, the fewest possible (Patarasuk and Yuan, 2009).
+Bytes are those that leave this rank in a ring algorithm, the fewest possible (Patarasuk and Yuan, 2009).
 """
 
 from __future__ import annotations
@@ -16,25 +15,17 @@ from torch import Tensor
 
 from nanoinfer.measure.clock import now, synchronize
 
-#: Bytes up to which two ranks on CPUs swap messages themselves: measured, at most half of gloo's time.
-SWAPPED: Final = 131_072
+SWAPPED: Final = 131_072  # bytes up to which two ranks on CPUs swap messages: measured, at most half of gloo's time
 
 
 @dataclass(frozen=True)
 class CommRecord:
-    """One call of a collective on this rank.
+    """One call of a collective on this rank."""
 
-    Attributes:
-        kind: ``all-reduce``, ``all-gather``, ``all-to-all``, ``send``, ``receive``, ``exchange`` or ``broadcast``.
-        message: bytes of the tensor passed in (of all parts, for ``all-to-all``).
-        sent: bytes that leave this rank.
-        seconds: from the call to its end, waiting for other ranks included.
-    """
-
-    kind: str
-    message: int
-    sent: float
-    seconds: float
+    kind: str  # all-reduce, all-gather, all-to-all, send, receive, exchange or broadcast
+    message: int  # bytes of the tensor passed in (of all parts, for all-to-all)
+    sent: float  # bytes that leave this rank
+    seconds: float  # from the call to its end, waiting for other ranks included
 
 
 def total_calls(log: Iterable[CommRecord]) -> list[dict[str, Any]]:
@@ -57,17 +48,14 @@ class Communicator:
     log: list[CommRecord] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
-        """Itself: a copied model uses the same connection."""
-        return self
+        return self  # a copied model uses the same connection
 
     @property
     def rank(self) -> int:
-        """This rank: 0 to ``size - 1``."""
         return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """The number of ranks, n."""
         return dist.get_world_size(self.group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -111,13 +99,11 @@ class Communicator:
         return received
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send ``x`` to rank ``to``, which must :meth:`receive` it."""
         start = now()
         dist.send(x.contiguous(), self._global(to), self.group)
         self._note("send", x, _bytes(x), start)
 
     def receive(self, like: Tensor, source: int) -> Tensor:
-        """Fill ``like`` with what rank ``source`` sends."""
         start = now()
         dist.recv(like, self._global(source), self.group)
         self._note("receive", like, 0, start)
@@ -152,7 +138,7 @@ class Communicator:
         return x
 
     def _swaps(self, x: Tensor) -> bool:
-        """Use a pairwise swap: faster than gloo up to 128 KiB, since gloo's collectives wake more threads."""
+        # gloo's collectives wake more threads
         return self.size == 2 and x.device.type == "cpu" and 0 < _bytes(x) <= SWAPPED
 
     def _swapped(self, x: Tensor) -> Tensor:
@@ -175,11 +161,10 @@ class Communicator:
 
 
 def ring_all_reduce(comm: Communicator, x: Tensor) -> Tensor:
-    """:meth:`Communicator.all_reduce` written out: chunks of the sum go round a ring of ranks, logged as exchanges.
+    """:meth:`Communicator.all_reduce` written out: n chunks go round a ring of ranks, logged as exchanges.
 
-    Cut into n chunks, of which each goes round once while it is summed and once more when complete, each rank sends
-    ``2 (n-1)/n`` of ``x``, in ``2 (n-1)`` steps that wait for a neighbour: for small messages other algorithms are
-    faster. ``x`` has one length on all ranks; if n does not divide it, the last chunk is padded.
+    Each chunk goes round once while it is summed and once more when complete: ``2 (n-1)`` steps that wait for a
+    neighbour, so that for small messages other algorithms are faster. ``x`` has one length on all ranks.
     """
     n, rank, count = comm.size, comm.rank, x.numel()
     if n == 1 or count == 0:
@@ -188,8 +173,7 @@ def ring_all_reduce(comm: Communicator, x: Tensor) -> Tensor:
     buffer[:count] = x.flatten()
     chunks = buffer.view(n, -1)
 
-    def pass_on(chunk: int) -> Tensor:
-        """Send a chunk to the next rank; the previous rank sends the chunk before it."""
+    def pass_on(chunk: int) -> Tensor:  # the previous rank sends the chunk before it
         return comm.exchange(chunks[chunk % n], to=(rank + 1) % n, source=(rank - 1) % n)
 
     for step in range(n - 1):  # reduce-scatter: a chunk gets one summand a step, and is complete at its last rank

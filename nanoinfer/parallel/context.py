@@ -1,12 +1,7 @@
 """Context parallel: a long prompt is cut along its tokens, and each rank holds the keys and values of its part.
 
-Prefill gets faster: every rank computes its tokens, while keys and values go round a ring of ranks (Liu et al., "Ring
-Attention", 2023). A softmax over all keys follows from those over parts of them, if each comes with its log-sum-exp. A
-rank holds two chunks of the prompt, one from either end (zigzag), since under a causal mask the first rank would
-otherwise have next to no work and the last one twice the average.
-
-A decode step has one token a row, which cannot be cut: all ranks compute it, each attends to the keys that it holds,
-and the results are merged. So the cache can be n times as long, while every rank has all weights.
+In a prefill, keys and values go round a ring of ranks (Liu et al., "Ring Attention", 2023). In a decode step all ranks
+compute the token, each attends to the keys that it holds, and the results are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.attention import causal_mask
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.collectives import Communicator
-from nanoinfer.parallel.rank_engine import RankEngine
+from nanoinfer.parallel.pipeline import RankEngine
 from nanoinfer.theory.communication import partition
 
 #: Attention over some of the keys: ``[B, n_q, T, d_h]`` and its log-sum-exp ``[B, n_q, T]``, both fp32.
@@ -34,15 +29,9 @@ Partial = tuple[Tensor, Tensor]
 
 
 def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Partial:
-    """Attention over these keys alone, with the log-sum-exp of its scores, so that it can be merged with others.
+    """Attention of ``q`` ``[B, n_q, T, d_h]`` over these keys ``[B, n_kv, S, d_h]`` alone, with its log-sum-exp.
 
-    Args:
-        q: ``[B, n_q, T, d_h]``.
-        k, v: ``[B, n_kv, S, d_h]`` with ``n_q`` a multiple of ``n_kv``; ``S`` may be 0.
-        mask: ``[T, S]`` bool, true where a token may attend; None: everywhere.
-
-    Returns:
-        ``[B, n_q, T, d_h]`` and ``[B, n_q, T]`` in fp32. A token that sees none of the keys has 0 and ``-inf``.
+    ``S`` may be 0; ``mask`` is ``[T, S]`` bool. A token that sees none of the keys has 0 and ``-inf``.
     """
     batch, n_q, n_new, d_head = q.shape
     n_kv, n_keys = k.shape[1], k.shape[2]
@@ -72,7 +61,8 @@ def _finite(lse: Tensor) -> Tensor:
 def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Which of the ``2 * ranks`` chunks of a prompt a rank holds: one from either end.
 
-    Longer chunks come first, so ranks hold at most ``ceil(tokens / ranks)`` tokens and differ by at most one.
+    Else, under a causal mask, the first rank would have next to no work and the last one twice the average. Longer
+    chunks come first, so ranks hold at most ``ceil(tokens / ranks)`` tokens and differ by at most one.
     """
     return rank, 2 * ranks - 1 - rank
 
@@ -84,19 +74,10 @@ def rank_positions(tokens: int, rank: int, ranks: int) -> list[int]:
 
 
 def ring_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, tokens: int, overlap: bool = True) -> Tensor:
-    """Causal attention of a prompt's tokens, each rank holding two chunks of them.
+    """Causal attention ``[B, T, n_q * d_h]`` of this rank's two chunks over the keys of all ``tokens`` of a prompt.
 
-    Keys after a chunk of queries are skipped. ``n - 1`` times a rank passes on the keys and values that it holds,
-    ``2 * B * n_kv * ceil(tokens / n) * d_h`` numbers.
-
-    Args:
-        q: ``[B, n_q, T, d_h]``, the queries of this rank's chunks, concatenated.
-        k, v: ``[B, n_kv, T, d_h]``, their keys and values.
-        tokens: in the whole prompt.
-        overlap: compute while the next keys are on their way, else wait for them.
-
-    Returns:
-        ``[B, T, n_q * d_h]``, of these queries over all keys.
+    ``q`` is ``[B, n_q, T, d_h]``, ``k`` and ``v`` ``[B, n_kv, T, d_h]``. ``n - 1`` times a rank passes on the keys and
+    values that it holds. ``overlap``: compute while the next ones are on their way, else wait for them.
     """
     rank, n = comm.rank, comm.size
     after, before = (rank + 1) % n, (rank - 1) % n
@@ -128,21 +109,12 @@ def ring_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, tokens: 
     return out.to(q.dtype).transpose(1, 2).flatten(2)
 
 
-def merge_ranks(comm: Communicator, part: Partial) -> Partial:
-    """Attention over the keys of all ranks, on every rank, from each rank's own part."""
-    out, lse = part
-    gathered = comm.all_gather(torch.cat((out, lse[..., None]), dim=-1)[None], dim=0)  # [n, B, n_q, T, d_h + 1]
-    return reduce(merge, ((rank[..., :-1], rank[..., -1]) for rank in gathered))
-
-
 class RingCache:
     """A :class:`~nanoinfer.models.attention.KVCache` of which each rank holds a part.
 
-    The first forward pass is the prompt, each rank with the tokens of its :func:`rank_positions`. Later passes have one
-    token a row, the same on all ranks, which take turns in storing its keys and values.
-
-    It has ``rows`` prompts of ``tokens`` each and ``room`` for the tokens that follow. ``length`` counts the tokens of
-    a row on all ranks together; ``own`` is this rank's part. ``overlap``: see :func:`ring_attention`.
+    The first pass is the prompt, ``rows`` of ``tokens`` each, every rank with its :func:`rank_positions`. Later passes
+    have one token a row, the same on all ranks, which take turns in storing it: ``room`` of them fit. ``length``
+    counts the tokens of a row on all ranks together.
     """
 
     def __init__(
@@ -162,11 +134,9 @@ class RingCache:
 
     @property
     def stores_next(self) -> bool:
-        """Whether it is this rank's turn to store the next token."""
         return (self.length - self.tokens) % self.comm.size == self.comm.rank
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Store this rank's keys and values; let ``q`` attend to those of all ranks."""
         assert mask is None, "rows of one length need no mask"
         if self.length == 0:
             return ring_attention(self.comm, q, *self.own.update(layer, k, v), self.tokens, self.overlap)
@@ -174,11 +144,12 @@ class RingCache:
             keys, values = self.own.update(layer, k, v)
         else:
             keys, values = (store[layer, :, :, : self.own.length] for store in (self.own.k, self.own.v))
-        out, _ = merge_ranks(self.comm, attend_with_lse(q, keys, values))
+        part, lse = attend_with_lse(q, keys, values)
+        parts = self.comm.all_gather(torch.cat((part, lse[..., None]), dim=-1)[None], dim=0)  # [n, B, n_q, T, d_h + 1]
+        out, _ = reduce(merge, ((of_rank[..., :-1], of_rank[..., -1]) for of_rank in parts.unbind()))
         return out.to(q.dtype).transpose(1, 2).flatten(2)
 
     def advance(self, n_tokens: int) -> None:
-        """Move the ends forward after the last layer."""
         if self.length == 0:
             self.own.advance(n_tokens)
             self.length = self.tokens
@@ -190,8 +161,7 @@ class RingCache:
 class ContextEngine(RankEngine):
     """The cached engine for long prompts over several ranks, each of which has the whole model.
 
-    Every rank is given the same prompts, of one length; rank 0 chooses the tokens. ``overlap``: see
-    :func:`ring_attention`.
+    Every rank is given the same prompts, of one length; rank 0 chooses the tokens.
     """
 
     name = "context"
@@ -201,11 +171,7 @@ class ContextEngine(RankEngine):
         self.overlap = overlap
 
     def start(self, requests: list[Request]) -> Forward:
-        """Allocate this rank's part of the cache.
-
-        Raises:
-            RequestError: prompts of different lengths, or shorter than there are ranks.
-        """
+        """Allocate this rank's part of the cache; prompts must be of one length, of at least a token a rank."""
         lengths = {len(r.prompt_ids) for r in requests}
         if len(lengths) > 1:
             raise RequestError(

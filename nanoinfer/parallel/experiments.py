@@ -1,7 +1,6 @@
-"""The experiments of chapter 13: one model in several strategies, contention, a pipeline's bubble, a ring's overlap.
+"""The experiments of chapter 13, tasks for :func:`~nanoinfer.parallel.launch.launch`; times are seconds on this rank.
 
-Each is a task for :func:`~nanoinfer.parallel.launch.launch`; times are seconds on this rank. What is compared takes
-turns, so that disturbances of the machine fall on all cases alike.
+What is compared takes turns, so that disturbances of the machine fall on all cases alike.
 """
 
 from __future__ import annotations
@@ -62,9 +61,6 @@ def take_turns(comm: Communicator, cases: Mapping[K, Callable[[], T]], rounds: i
     return results
 
 
-# --- strategies -------------------------------------------------------------------------
-
-
 def compare_strategies(
     comm: Communicator,
     *,
@@ -75,15 +71,11 @@ def compare_strategies(
     rounds: int = 2,
     **place: Any,
 ) -> dict[str, dict[str, Any]]:
-    """The same prompts, of one length, answered by a model in several :data:`STRATEGIES`.
+    """The same prompts, of one length, answered by a model in several :data:`STRATEGIES` with ``new`` greedy tokens.
 
-    Replicas divide the prompts, in every other strategy they are one batch. Answers have ``new`` tokens, greedy. Two
-    tokens warm up. ``place`` has the model's ``device``, ``dtype`` and ``seed``.
-
-    Returns:
-        of each strategy that this rank took part in: ``token_ids`` of its prompts; ``prefill_s`` of each round and
-        ``step_s`` of each decode step; the calls of the last round's ``prefill`` and of all its decode ``steps``, as
-        :func:`~.collectives.total_calls` gives them; ``weights``, the bytes that this rank needs of the model.
+    ``place`` has the model's ``device``, ``dtype`` and ``seed``. For each strategy that this rank took part in, the
+    answer has the ``token_ids``; ``prefill_s`` of each round and ``step_s`` of each decode step; the calls of the last
+    round's ``prefill`` and of its decode ``steps`` (:func:`~.collectives.total_calls`); ``weights`` in bytes.
 
     Raises:
         RequestError: an unknown strategy, or what the strategy itself refuses.
@@ -102,22 +94,17 @@ def compare_strategies(
         }
         return take_turns(comm, cases, rounds)
 
-    run(min(2, new), 1)
+    run(min(2, new), 1)  # warms up
     return {
         name: {
             **answers[-1],
-            "weights": _weight_bytes(engines[name]),
+            "weights": sum(p.nbytes for p in engines[name].model.parameters()),
             "prefill_s": [answer["prefill_s"] for answer in answers],
             "step_s": [seconds for answer in answers for seconds in answer["step_s"]],
         }
         for name, answers in run(new, rounds).items()
         if parts.get(name, prompts)
     }
-
-
-def _weight_bytes(engine: Engine) -> int:
-    model: Any = engine.model
-    return sum(p.nbytes for p in model.parameters())
 
 
 def _answer(
@@ -142,8 +129,7 @@ def _answer(
 def compare_all_reduces(comm: Communicator, *, numbers: int, device: str = "cpu") -> dict[str, Any]:
     """The sum of ``numbers`` fp32 numbers of each rank by PyTorch's all-reduce and by :func:`~.ring_all_reduce`.
 
-    Returns:
-        by how much the two sums ``differ`` at most, and the calls of each: ``library`` and ``ring``.
+    The answer has by how much the sums ``differ`` at most, and the calls of each: ``library`` and ``ring``.
     """
     x = torch.randn(numbers, generator=torch.Generator().manual_seed(comm.rank)).to(device)
     cases: dict[str, Callable[[Tensor], Tensor]] = {"library": comm.all_reduce, "ring": partial(ring_all_reduce, comm)}
@@ -156,15 +142,8 @@ def compare_all_reduces(comm: Communicator, *, numbers: int, device: str = "cpu"
     return {"differ": float((sums[0] - sums[1]).abs().max()), **calls}
 
 
-# --- contention -------------------------------------------------------------------------
-
-
 def contention(comm: Communicator, *, model: str, rows: Sequence[int], **place: Any) -> dict[str, list[float]]:
-    """Slow-down when ranks share one machine's cores: :func:`time_products` for each number of rows.
-
-    Returns:
-        the seconds on all ranks ``together``; and on rank 0 ``alone``, while the others wait.
-    """
+    """:func:`time_products` for each number of rows, on all ranks ``together`` and on rank 0 ``alone``."""
     loaded = load_model(model, **place)
     seconds: dict[str, list[float]] = {"alone": [], "together": []}
     for count in rows:
@@ -177,10 +156,7 @@ def contention(comm: Communicator, *, model: str, rows: Sequence[int], **place: 
 
 @torch.inference_mode()
 def time_products(model: Decoder, rows: int, repeats: int = 5) -> float:
-    """Seconds of the products of all layers with ``rows`` rows, in sequence, so that weights come from memory.
-
-    The median of ``repeats``, after two that warm up.
-    """
+    """Median seconds of the products of all layers with ``rows`` rows, in sequence: weights come from memory."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = {weight.shape[1]: weight.new_ones(rows, weight.shape[1]) for weight in weights}
 
@@ -194,9 +170,6 @@ def time_products(model: Decoder, rows: int, repeats: int = 5) -> float:
     return median
 
 
-# --- a pipeline's bubble ----------------------------------------------------------------
-
-
 def measure_bubble(
     comm: Communicator,
     *,
@@ -207,14 +180,10 @@ def measure_bubble(
     repeats: int = 5,
     device: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Busy and wall-clock time of a prefill over equal stages, for several numbers of micro-batches.
+    """Prefill of a random model of :data:`SHAPE` over equal stages, for several numbers of micro-batches.
 
-    The model is random, of :data:`SHAPE`; the batch has ``rows`` prompts of ``tokens`` each. A first pass of each
-    number is dropped.
-
-    Returns:
-        of each number of ``micro_batches`` ``busy_s``, what this stage computed in each pass, and ``wall_s``, until
-        all stages were done.
+    The batch has ``rows`` prompts of ``tokens`` each. The answer has ``busy_s``, what this stage computed in each pass,
+    and ``wall_s``, until all stages were done; a first pass of each number is dropped.
 
     Raises:
         RequestError: micro-batches that do not divide the rows.
@@ -247,17 +216,11 @@ def _random_model(n_layers: int, context: int, device: str) -> GPT2 | Llama:
 
 @dataclass(frozen=True)
 class IdleShare:
-    """The share of the time that a stage waits, as a mean over stages.
-
-    Attributes:
-        micro_batches: m.
-        predicted: ``(p-1) / (m+p-1)``, for equal stages and no time between them.
-        measured: the median over passes; ``low`` and ``high`` are the least and the most.
-    """
+    """The share of the time that a stage waits, as a mean over stages."""
 
     micro_batches: int
-    predicted: float
-    measured: float
+    predicted: float  # for equal stages and no time between them
+    measured: float  # the median over passes
     low: float
     high: float
 
@@ -273,16 +236,12 @@ def idle_shares(answers: Sequence[list[dict[str, Any]]]) -> list[IdleShare]:
     return result
 
 
-# --- a ring's overlap -------------------------------------------------------------------
-
-
 class TimedCache(RingCache):
     """A ring cache that adds up the seconds spent in it."""
 
     seconds = 0.0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """As :meth:`RingCache.attend`."""
         out, seconds = timed(lambda: super(TimedCache, self).attend(layer, q, k, v, mask), q.device)
         self.seconds += seconds
         return out
@@ -298,13 +257,9 @@ def measure_overlap(
 ) -> list[dict[str, Any]]:
     """Prefill of one prompt with the ring's exchanges during attention, and in turn with it.
 
-    The model is random, of :data:`SHAPE`: a KV head for every query head is the hardest case for the ring. Each number
-    of ``tokens`` is a measurement of its own, whose first pass is dropped.
-
-    Returns:
-        of each number of ``tokens``, in each pass: ``overlapped_s`` and ``in_turn_s`` from the first token to the end
-        of all ranks, and of the latter ``exchange_s`` and ``attention_s``; and ``sent``, the bytes that left this rank
-        in a pass.
+    The model is random, of :data:`SHAPE`: a KV head for every query head is the hardest case for the ring. The answer
+    has for each number of ``tokens``, in each pass but the first, ``overlapped_s`` and ``in_turn_s`` until all ranks
+    were done, ``exchange_s`` and ``attention_s`` of the latter; and ``sent``, the bytes that left this rank in a pass.
     """
     model = _random_model(layers, max(tokens), device)
     config: ModelConfig = model.config
@@ -319,24 +274,16 @@ def measure_overlap(
             model.hidden(positions % config.vocab_size, positions, cache)
             dist.barrier(comm.group)
 
-        _, seconds = timed(work, device)
-        exchange = sum(call.seconds for call in comm.log)
-        sent = sum(call.sent for call in comm.log)
-        return {"wall": seconds, "exchange": exchange, "attention": cache.seconds - exchange, "sent": sent}
+        _, wall = timed(work, device)
+        exchange, sent = sum(call.seconds for call in comm.log), sum(call.sent for call in comm.log)
+        return {"wall": wall, "exchange_s": exchange, "attention_s": cache.seconds - exchange, "sent": sent}
 
     answer = []
     with torch.inference_mode():
         for length in tokens:
-            cases = {overlap: partial(run, length, overlap) for overlap in (True, False)}
-            passes = {overlap: results[1:] for overlap, results in take_turns(comm, cases, 1 + repeats).items()}
-            answer.append(
-                {
-                    "tokens": length,
-                    "overlapped_s": [result["wall"] for result in passes[True]],
-                    "in_turn_s": [result["wall"] for result in passes[False]],
-                    "exchange_s": [result["exchange"] for result in passes[False]],
-                    "attention_s": [result["attention"] for result in passes[False]],
-                    "sent": passes[True][0]["sent"],
-                }
-            )
+            cases = {"overlapped_s": partial(run, length, True), "in_turn_s": partial(run, length, False)}
+            passes = {case: results[1:] for case, results in take_turns(comm, cases, 1 + repeats).items()}
+            walls = {case: [result["wall"] for result in results] for case, results in passes.items()}
+            parts = {key: [result[key] for result in passes["in_turn_s"]] for key in ("exchange_s", "attention_s")}
+            answer.append({"tokens": length, **walls, **parts, "sent": passes["in_turn_s"][0]["sent"]})
     return answer

@@ -1,11 +1,7 @@
 """Expert parallel: every rank has some of each layer's experts, and tokens travel to the ranks of theirs.
 
-All else is on every rank, which has requests of its own (so attention is data parallel). In a layer the ranks exchange
-how many tokens will come, send them, compute what they received, and send the results back: two all-to-alls, and a
-small one for the counts (Lepikhin et al., "GShard", 2020). The busiest rank sets the pace: :class:`ExpertLoads`.
-
-A rank cannot know in advance whether tokens will arrive. So every rank takes part in every pass, also after its own
-requests: before each pass the ranks with requests are counted, and when none has any, all stop.
+All else is on every rank, which has requests of its own (Lepikhin et al., "GShard", 2020). Every rank takes part in
+every pass: before each the ranks with requests are counted, and when none has any, all stop.
 """
 
 from __future__ import annotations
@@ -29,18 +25,14 @@ from nanoinfer.theory.communication import check_ep
 
 
 class ShardedExperts(MixtureOfExperts):
-    """A mixture of experts of which this rank has ``E/n`` consecutive ones.
-
-    Attributes:
-        computed: rows that each of them computed in each pass, from all ranks, ``[passes, E/n]``.
-    """
+    """A mixture of experts of which this rank has ``E/n`` consecutive ones."""
 
     def __init__(self, whole: MixtureOfExperts, comm: Communicator) -> None:
         nn.Module.__init__(self)
         self.top_k, self.n_experts, self.gate, self.comm = whole.top_k, whole.n_experts, whole.gate, comm
         own = whole.n_experts // comm.size
         self.experts = whole.experts[comm.rank * own : (comm.rank + 1) * own]
-        self.computed: list[list[int]] = []
+        self.computed: list[list[int]] = []  # [passes, E/n]: rows of each of them, from all ranks
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Results of rows ``[N, d]`` sorted by expert, of which expert ``e`` has ``counts[e]``; in the same order."""
@@ -65,10 +57,9 @@ def _totals(counts: Sequence[Tensor]) -> list[int]:
 
 
 def shard(loaded: LoadedModel, comm: Communicator) -> LoadedModel:
-    """The model with this rank's experts only; drop ``loaded`` to free the others' memory.
+    """The model with this rank's experts only, for any engine, with requests of its own on each rank.
 
-    Any engine runs on it, with requests of its own on each rank; after its last one a rank calls
-    :func:`serve_idle_rank`.
+    After its last request a rank calls :func:`serve_idle_rank`.
 
     Raises:
         RequestError: a model without experts, or ranks that do not divide their number.
@@ -113,12 +104,8 @@ def generate(
 ) -> dict[str, Any]:
     """A task for :func:`~nanoinfer.parallel.launch.launch`: every n-th prompt is this rank's.
 
-    ``params`` are fields of :class:`~nanoinfer.sampling.params.SamplingParams`; ``place`` has the model's ``device``,
-    ``dtype`` and ``seed``. A rank may get no prompts.
-
-    Returns:
-        The indices of this rank's ``prompts`` and their ``token_ids``, for :func:`~.data_parallel.in_order`; rows
-        ``computed`` ``[L, passes, E/n]``, for :meth:`ExpertLoads.from_ranks`; and the log of what was ``sent``.
+    ``place`` has the model's ``device``, ``dtype`` and ``seed``. The answer has ``prompts`` and ``token_ids`` for
+    :func:`~.data_parallel.in_order`, ``computed`` for :meth:`ExpertLoads.from_ranks`, and the log of what was ``sent``.
     """
     loaded = shard(load_model(model, **place), comm)
     mine, settings = range(comm.rank, len(prompts), comm.size), SamplingParams(**(params or {}))

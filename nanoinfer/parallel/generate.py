@@ -1,30 +1,29 @@
-"""``nanoinfer generate --tp N`` and ``--pp N``: one reply by several ranks, the same as by one process.
-
-Every rank loads the model, keeps its part and runs the same loop over the same prompt. Rank 0 prints the text as it
-comes to the standard output that all share; the caller prints the figures.
-"""
+"""``nanoinfer generate --tp N`` and ``--pp N``: one reply by several ranks, the same as by one process."""
 
 from __future__ import annotations
 
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final
 
+import torch.distributed as dist
+
+from nanoinfer.engines.engine import Engine
+from nanoinfer.engines.load import load
 from nanoinfer.engines.reply import GenerateOptions, completion_record, summary_line
 from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.log import say
 from nanoinfer.measure.trace import Trace
+from nanoinfer.models.registry import check_dtype, find_model, load_model
+from nanoinfer.parallel.collectives import CommRecord, Communicator
 from nanoinfer.parallel.launch import launch
+from nanoinfer.parallel.pipeline import PipelineEngine
+from nanoinfer.parallel.tensor import is_even, shard
+from nanoinfer.sampling.params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanoinfer.engines.engine import Engine
-    from nanoinfer.models.registry import LoadedModel
-    from nanoinfer.parallel.collectives import CommRecord, Communicator
-
-T = TypeVar("T")
 SPLITS: Final = {"tp": "tensor parallel", "pp": "pipeline parallel"}
 #: Engines that run on a slice of a model; ``auto`` tries optimizations that slices do not have.
 ENGINES: Final = ("naive", "cached", "batched", "continuous", "speculative")
@@ -35,20 +34,16 @@ def generate(options: GenerateOptions, prints: bool = True) -> dict[str, Any]:
     """A reply by ``tp`` or ``pp`` ranks, as the record that ``nanoinfer generate --json`` prints.
 
     Its ``parallel`` has the split, the bytes that each rank sent for the prompt and for the tokens after the first,
-    and rank 0's calls by kind. Without a seed, one is drawn, since all ranks must draw the same tokens. ``prints``
-    writes the text to standard output as it comes.
+    and rank 0's calls by kind. ``prints``: rank 0 writes the text to standard output as it comes.
 
     Raises:
         RequestError: what cannot be split, or not in this way.
-        NanoinferError: as one process raises it.
     """
     split, ranks = _split(options)
-    from nanoinfer.models.registry import check_dtype, find_model
-
     params = options.sampling_params()
     find_model(options.model)
     check_dtype(options.device, options.dtype)
-    if params.seed is None:
+    if params.seed is None:  # all ranks must draw the same tokens
         params = replace(params, seed=secrets.randbits(63))
     task = {"options": asdict(options), "params": asdict(params), "split": split, "prints": prints}
     answers = launch(f"{__name__}:reply", ranks, task, device=options.device, timeout_s=LONGEST_S)
@@ -68,7 +63,6 @@ def figures_line(record: dict[str, Any]) -> str:
 
 
 def _split(options: GenerateOptions) -> tuple[str, int]:
-    """The split and its number of ranks."""
     tp, pp, engine = options.tp, options.pp, options.engine
     check("--tp", tp, at_least=1)
     check("--pp", pp, at_least=1)
@@ -83,31 +77,20 @@ def _split(options: GenerateOptions) -> tuple[str, int]:
     return ("tp", tp) if tp > 1 else ("pp", pp)
 
 
-# --- what each rank does ----------------------------------------------------------------
-
-
 def reply(
     comm: Communicator, options: dict[str, Any], params: dict[str, Any], split: str, prints: bool
 ) -> dict[str, Any]:
     """This rank's part: what it sent, and at rank 0 the record."""
-    from nanoinfer.models.registry import load_model
-    from nanoinfer.sampling.params import SamplingParams
-
     settings, sampling = GenerateOptions(**options), SamplingParams(**params)
     prints = prints and comm.rank == 0
     if prints and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # any text must print, whatever the locale
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
 
-    def make() -> Engine:
-        loaded = load_model(settings.model, device=settings.device, dtype=settings.dtype, seed=settings.seed or 0)
-        if split == "pp":
-            from nanoinfer.parallel.pipeline import PipelineEngine
-
-            return PipelineEngine(loaded, comm)
-        return _on_slice(loaded, comm, settings.engine, len(settings.prompt.encode()) + 2 + sampling.max_tokens)
-
-    engine = _in_turn(comm, make)
+    for turn in range(comm.size):  # rank 0 first, which downloads; and so at most one whole model is in memory
+        if turn == comm.rank:
+            engine = _engine(settings, comm, split, len(settings.prompt.encode()) + 2 + sampling.max_tokens)
+        dist.barrier(comm.group)
     comm.log.clear()
     generation = engine.stream(settings.prompt, sampling)
     in_prompt = None
@@ -126,38 +109,22 @@ def reply(
     return answer
 
 
-def _on_slice(loaded: LoadedModel, comm: Communicator, engine: str, most_tokens: int) -> Engine:
-    """An engine over this rank's slice of a model."""
-    from nanoinfer.engines.load import load
-    from nanoinfer.parallel.tensor import is_even, shard
-
+def _engine(settings: GenerateOptions, comm: Communicator, split: str, most_tokens: int) -> Engine:
+    """An engine over this rank's part of the model, which alone stays in memory."""
+    loaded = load_model(settings.model, device=settings.device, dtype=settings.dtype, seed=settings.seed or 0)
+    if split == "pp":
+        return PipelineEngine(loaded, comm)
     config, options = loaded.model.config, dict[str, Any]()
     part = shard(loaded, comm, uneven=True)
     if comm.rank == 0 and not is_even(config, comm.size):
         heads = f"{config.n_heads} query heads and {config.n_kv_heads} KV heads"
         say(f"nanoinfer: {comm.size} ranks share {heads} unevenly, and the largest share decides the speed")
-    if engine == "continuous":  # else it would take what memory is free at the moment, and ranks would differ
+    if settings.engine == "continuous":  # else it would take what memory is free, and ranks would differ
         options["cache_tokens"] = min(most_tokens, config.context) + 8
-    return load(part, engine, **options)
-
-
-def _in_turn(comm: Communicator, make: Callable[[], T]) -> T:
-    """Each rank's ``make()``, one after the other, so that at most one whole model is in memory.
-
-    Rank 0 comes first and downloads or converts what is needed.
-    """
-    import torch.distributed as dist
-
-    made: list[T] = []
-    for turn in range(comm.size):
-        if turn == comm.rank:
-            made.append(make())
-        dist.barrier(comm.group)
-    return made[0]
+    return load(part, settings.engine, **options)
 
 
 def _by_kind(calls: Sequence[CommRecord]) -> dict[str, dict[str, float]]:
-    """Calls, bytes sent and seconds, waiting included, of each kind."""
     kinds: dict[str, dict[str, float]] = {}
     for call in calls:
         total = kinds.setdefault(call.kind, {"calls": 0, "sent_bytes": 0.0, "seconds": 0.0})

@@ -1,8 +1,4 @@
-"""Start ranks on this machine: one process each, by torchrun.
-
-A notebook cannot become several processes, so a rank's work is a function of the library. :func:`launch` names it,
-every rank calls it with its :class:`~.collectives.Communicator`, and the results come back as JSON.
-"""
+"""Start ranks on this machine, a process each, by torchrun: each calls one function, and results return as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -40,23 +36,22 @@ def launch(
 ) -> list[Any]:
     """Call a function in each of ``ranks`` processes and return the results by rank.
 
-    Ranks share this process's standard output. What rank 0 writes to ``sys.stderr`` appears on this process's.
-
-    Args:
-        task: ``module:function``, called as ``function(comm, **options)``; options and result must fit in JSON.
-        ranks: 1 to 64. On CPUs they share the cores evenly; on GPUs each has its own.
-        timeout_s: after which every rank is stopped.
-        device: ``cpu`` (gloo over the loopback interface) or ``cuda`` (NCCL).
+    ``task`` is ``module:function``, called as ``function(comm, **options)``; options and result must fit in JSON. Ranks
+    share this process's standard output, and rank 0's ``sys.stderr`` appears on this process's. On CPUs (gloo over the
+    loopback interface) they share the cores evenly; on ``cuda`` (NCCL) each has a GPU.
 
     Raises:
-        RequestError: a number of ranks outside those limits.
+        RequestError: other than 1 to 64 ranks.
         DeviceError: more ranks than GPUs; ranks that timed out or died, with the last line they wrote.
         NanoinferError: what a rank raised.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise RequestError(f"ranks must be 1 to {MOST_RANKS}, got {ranks}")
     if device == "cuda":
-        _check_gpus(ranks)
+        import torch
+
+        if (here := torch.cuda.device_count()) < ranks:
+            raise DeviceError(f"{ranks} ranks need {ranks} GPUs and this machine has {here}; take fewer, or device cpu")
     elif device != "cpu":
         raise DeviceError(f"ranks run on cpu or cuda, not on '{device}'")
     with tempfile.TemporaryDirectory(prefix="nanoinfer-ranks-") as name:
@@ -76,13 +71,6 @@ def launch(
         finally:
             _stop(process)
         return collect_results(folder, ranks, code, timeout_s)
-
-
-def _check_gpus(ranks: int) -> None:
-    import torch
-
-    if (here := torch.cuda.device_count()) < ranks:
-        raise DeviceError(f"{ranks} ranks need {ranks} GPUs and this machine has {here}; take fewer, or device cpu")
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -122,10 +110,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def collect_results(folder: Path, ranks: int, code: int | None, timeout_s: float) -> list[Any]:
-    """What the ranks left in ``folder``: their results, or the first error, since later ones follow from it.
-
-    ``code`` is torchrun's exit code, None after a time-out. Raises as :func:`launch`.
-    """
+    """What the ranks left in ``folder``: their results, or the first error; ``code`` is None after a time-out."""
     log = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace")
     if code and (killed := re.search(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)", log)):
         raise DeviceError(f"rank {killed[2]} was killed (signal {killed[1]}); was it out of memory?")
@@ -145,14 +130,8 @@ def collect_results(folder: Path, ranks: int, code: int | None, timeout_s: float
     return [json.loads((folder / f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-# --- in each rank -----------------------------------------------------------------------
-
-
 def run_tasks(comm: Communicator, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A task made of several, one after the other: ``tasks`` has the options of each by ``module:function``.
-
-    The communicator's log is empty at the beginning of each.
-    """
+    """A task made of several, each with an empty log: ``tasks`` has the options of each by ``module:function``."""
     results = {}
     for task, options in tasks.items():
         comm.log.clear()
@@ -179,7 +158,10 @@ def _run_rank(folder: Path) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=order["timeout_s"]))
     rank = dist.get_rank()
     try:
-        with _stderr_to(folder / "rank-0.log") if rank == 0 else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if rank == 0:  # a file that the caller copies: the process's own stderr has torchrun's messages too
+                log = stack.enter_context((folder / "rank-0.log").open("a", buffering=1, encoding="utf-8"))
+                stack.enter_context(contextlib.redirect_stderr(log))
             result = _call(order["task"], Communicator(), order["options"])
         write_whole(folder / f"result-{rank}.json", json.dumps(result))
         dist.barrier()  # no rank closes its connections before all are done
@@ -189,13 +171,6 @@ def _run_rank(folder: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _stderr_to(path: Path) -> Iterator[None]:
-    """``sys.stderr`` to a file that the caller copies: the process's own stderr has torchrun's messages too."""
-    with path.open("a", buffering=1, encoding="utf-8") as log, contextlib.redirect_stderr(log):
-        yield
 
 
 def _end_with_caller() -> None:

@@ -1,11 +1,7 @@
 """Pipeline parallel: layers are cut into stages, one a rank, and micro-batches pass through them.
 
-Only hidden states cross a boundary, ``B * T * d`` numbers a forward pass, so this split tolerates slow links. But a
-stage is idle before the first micro-batch reaches it and after the last has left: with m micro-batches over p stages
-``(p-1) / (m+p-1)`` of the time (Huang et al., "GPipe", 2019), and a single request passes all stages in sequence.
-
-Here each token is a pass for all rows, whose ids return to the first stage together, so every token has that bubble.
-Servers in which each micro-batch continues on its own have it once.
+With m micro-batches over p stages a stage is idle ``(p-1) / (m+p-1)`` of the time (Huang et al., "GPipe", 2019); here
+that is so for every token, since the ids of all rows return to the first stage together.
 """
 
 from __future__ import annotations
@@ -16,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.engines.cached import CachedBatch
+from nanoinfer.engines.cached import CachedBatch, CachedEngine
 from nanoinfer.engines.engine import Forward
 from nanoinfer.engines.request import Request
-from nanoinfer.errors import check
+from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import timed
 from nanoinfer.models.attention import KVCache
 from nanoinfer.models.gpt2 import GPT2
@@ -28,7 +24,6 @@ from nanoinfer.models.model import Decoder
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Communicator
-from nanoinfer.parallel.rank_engine import RankEngine
 from nanoinfer.theory.communication import partition
 from nanoinfer.theory.parallel import layers_of, stages
 
@@ -36,8 +31,7 @@ from nanoinfer.theory.parallel import layers_of, stages
 def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
     """The part of a model that one of ``pp`` stages needs, as a model of fewer layers that shares its weights.
 
-    The first stage has the embedding, the last one the norm and the head; both have a tied matrix. Layers are
-    renumbered, since this part's cache has its own layers only.
+    The first stage has the embedding, the last one the norm and the head; both have a tied matrix.
 
     Raises:
         RequestError: more stages than layers.
@@ -45,17 +39,17 @@ def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
     own = stages(model.config.n_layers, pp)[stage]
     part = share_weights(model)
     part.config = layers_of(model.config, own)
-    is_gpt2 = isinstance(part, GPT2)
-    begin, end = ({"wte", "wpe"}, {"ln_f"}) if is_gpt2 else ({"embed_tokens"}, {"norm"})
-    end.add("lm_head" if not model.config.tied else "wte" if is_gpt2 else "embed_tokens")
+    is_gpt2, (embedding, blocks, norm) = isinstance(part, GPT2), part.parts
+    begin = {embedding, "wpe"} if is_gpt2 else {embedding}
+    end = {norm, embedding if model.config.tied else "lm_head"}
     needed = (begin if stage == 0 else set()) | (end if stage == pp - 1 else set())
     for name in (begin | end) - needed:
         delattr(part, name)
     layers = nn.ModuleList(part.blocks[i] for i in own)
-    for number, block in enumerate(layers):
+    for number, block in enumerate(layers):  # this part's cache has its own layers only
         attention: Any = block.attn if is_gpt2 else block.self_attn
         attention.layer = number
-    setattr(part, "h" if is_gpt2 else "layers", layers)
+    setattr(part, blocks, layers)
     return part
 
 
@@ -77,9 +71,7 @@ class Stage(Decoder):
     def hidden(
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """This stage's output, ``[B, T, d]``, which has been sent to the next one."""
-        shape = *ids.shape, self.config.d_model
-        empty = torch.empty(shape, device=self.device, dtype=self.dtype)
+        empty = torch.empty(*ids.shape, self.config.d_model, device=self.device, dtype=self.dtype)
         received = None if self.is_first else self.comm.receive(empty, self.comm.rank - 1)
 
         def work() -> Tensor:
@@ -101,12 +93,38 @@ class Stage(Decoder):
         return logits
 
 
+class RankEngine(CachedEngine):
+    """A static batch computed by all ranks together; every rank is given the same prompts and settings.
+
+    ``loaded`` is the model, or this rank's part of it. Only ``sampling_rank`` may have the logits, and requests without
+    a seed draw differently on each rank, so it chooses the tokens and broadcasts them.
+    """
+
+    def __init__(self, loaded: LoadedModel, comm: Communicator, sampling_rank: int) -> None:
+        super().__init__(loaded)
+        self.comm, self.sampling_rank = comm, sampling_rank
+
+    def refuse(self, request: Request) -> None:
+        """Refuse logprobs, which only one rank could give, and cropping, which moves all positions."""
+        if request.params.logprobs is not None:
+            raise RequestError(f"the {self.name} engine keeps no logprobs: one rank alone has the logits; use 'cached'")
+        if request.params.on_full == "crop":
+            raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
+
+    def choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        """The sampling rank's tokens, on every rank: ``R`` int64 in one broadcast."""
+        if self.comm.rank == self.sampling_rank:
+            ids = torch.tensor(super().choose(logits, requests), device=self.device)
+        else:
+            ids = torch.empty(len(requests), dtype=torch.int64, device=self.device)
+        return self.comm.broadcast(ids, self.sampling_rank).tolist()
+
+
 class PipelineEngine(RankEngine):
     """The cached engine over several ranks, each with some of the layers and their part of the cache.
 
-    Every rank makes one from the whole model (drop that to free its memory) and is given the same prompts. Rank 0 is
-    the first stage; the last one chooses the tokens. More ``micro_batches`` (parts of a batch, of one row at least)
-    leave less idle time, but each reads all weights again.
+    Every rank makes one from the whole model and is given the same prompts; the last stage chooses the tokens. More
+    ``micro_batches`` (parts of a batch) leave less idle time, but each reads all weights again.
 
     Raises:
         RequestError: more stages than layers, or less than one micro-batch.
@@ -121,7 +139,6 @@ class PipelineEngine(RankEngine):
         self.stage, self.micro_batches = Stage(part, comm), micro_batches
 
     def start(self, requests: list[Request]) -> Forward:
-        """Allocate a cache for each micro-batch; a forward pass runs those in sequence that have not ended."""
         parts = partition(len(requests), min(self.micro_batches, len(requests)))
         batches = [StageBatch(self, [requests[i] for i in part]) for part in parts]
 

@@ -1,13 +1,7 @@
 """Tensor parallel: every rank has a slice of every matrix, and all ranks compute every token.
 
-A product is split by its outputs (column parallel: each rank has some outputs, nothing is sent) or by its inputs (row
-parallel: each rank has a part of every sum, and an all-reduce adds them up). Between the two products of attention and
-of the MLP, heads are independent and activations element-wise. So the first is column parallel, the second row parallel
-over the same numbers, and a layer has two all-reduces (Shoeybi et al., "Megatron-LM", 2019). The vocabulary is split in
-the embedding and in the head.
-
-The residual stream, norms and GPT-2's positions are whole on every rank. All ranks get the same logits, so every engine
-runs unchanged, with the same settings, prompts and seeds on each.
+The first product of attention and of the MLP is split by its outputs, the second by its inputs, so that a layer has
+two all-reduces (Shoeybi et al., "Megatron-LM", 2019). All ranks get the same logits: every engine runs unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ from torch import Tensor, nn
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
-from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.parallel.collectives import Communicator
@@ -33,19 +26,12 @@ from nanoinfer.theory.parameters import check_sizes
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The slice of a model on one rank.
+    """The slice of a model on one rank."""
 
-    Attributes:
-        heads: query heads.
-        kv_heads: of those query heads; with more ranks than KV heads, several ranks have the same one.
-        middle: activations of the MLP, of ``d_ff``.
-        vocabulary: tokens, equally many on all ranks: the last ones may lie beyond the vocabulary's end.
-    """
-
-    heads: range
-    kv_heads: range
-    middle: range
-    vocabulary: range
+    heads: range  # query heads
+    kv_heads: range  # of those; with more ranks than KV heads, several ranks have the same one
+    middle: range  # activations of the MLP, of d_ff
+    vocabulary: range  # tokens, equally many on all ranks: the last ones may lie beyond the vocabulary's end
 
 
 def shard_spec(config: ModelConfig, n: int, rank: int, *, uneven: bool = False) -> ShardSpec:
@@ -82,25 +68,18 @@ class LocalConfig(ModelConfig):
         """Skip the checks of a whole model: the heads of a slice of GPT-2 do not add up to its width."""
 
 
-# --- modules --------------------------------------------------------------------------
-
-
 class ColumnLinear(nn.Linear):
     """Some outputs of a product, ``[..., K]`` to ``[..., fewer]``: those of the ``indices``, concatenated."""
 
     def __init__(self, whole: nn.Linear, *indices: range) -> None:
-        outputs = sum(map(len, indices))
-        super().__init__(whole.in_features, outputs, bias=whole.bias is not None, device="meta")
+        super().__init__(whole.in_features, sum(map(len, indices)), bias=whole.bias is not None, device="meta")
         self.weight = _kept(torch.cat([whole.weight[i.start : i.stop] for i in indices]))
         if whole.bias is not None:
             self.bias = _kept(torch.cat([whole.bias[i.start : i.stop] for i in indices]))
 
 
 class RowLinear(nn.Module):
-    """A product of which each rank has the inputs ``indices``, ``[..., fewer]`` to ``[..., N]``.
-
-    The ranks' results are added up, and the bias once, to the sum.
-    """
+    """A product of which each rank has the inputs ``indices``, ``[..., fewer]`` to the sum over ranks ``[..., N]``."""
 
     def __init__(self, whole: nn.Linear, indices: range, comm: Communicator) -> None:
         super().__init__()
@@ -109,7 +88,6 @@ class RowLinear(nn.Module):
         self.bias, self.comm = whole.bias, comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over ranks, the same on each."""
         out = self.comm.all_reduce(self.part(x))
         return out if self.bias is None else out + self.bias
 
@@ -123,7 +101,6 @@ class VocabularyEmbedding(nn.Module):
         self.first, self.comm = indices.start, comm
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Each rank looks up its tokens, with zeros for others; the sum over ranks."""
         local = ids - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
@@ -131,10 +108,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """A head of which each rank has some tokens, ``[..., d]`` to logits ``[..., V]``, the same on every rank.
-
-    ``weight`` is ``[ceil(V / n), d]``, the embedding's if tied; logits beyond V are dropped.
-    """
+    """A head of which each rank has ``weight`` ``[ceil(V / n), d]``; all get the logits ``[..., V]``."""
 
     def __init__(self, weight: nn.Parameter, vocab_size: int, comm: Communicator) -> None:
         super().__init__()
@@ -143,7 +117,6 @@ class VocabularyHead(nn.Module):
         self.vocab_size, self.comm = vocab_size, comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of all ranks, concatenated."""
         return self.comm.all_gather(self.part(x))[..., : self.vocab_size]
 
 
@@ -157,19 +130,12 @@ def _rows(table: Tensor, indices: range) -> Tensor:
     return F.pad(rows, (0, 0, 0, len(indices) - len(rows)))
 
 
-# --- a model of them ------------------------------------------------------------------
-
-
 def shard(loaded: LoadedModel, comm: Communicator, *, uneven: bool = False) -> LoadedModel:
     """This rank's slice of a model, copied; every rank calls this with the same whole model.
 
-    Drop the whole to free its memory. (A loader for models that fit no device would read only the slice from the file.)
-    The result's config has the heads and the ``d_ff`` of this rank, from which a cache takes its size. Engines run on
-    it unchanged, but sizes that they would take from this machine's free memory (``cache_tokens`` of the continuous
-    engine) must be given, or ranks may differ. The native kernel does not run on slices.
-
-    ``uneven`` also divides what does not come out even, by whole KV heads with their queries; the first ranks then have
-    more work and the others wait for them.
+    The result's config has the heads and the ``d_ff`` of this rank, from which a cache takes its size. Sizes that an
+    engine would take from free memory (``cache_tokens``) must be given, or ranks may differ. ``uneven`` also divides
+    what does not come out even, by whole KV heads with their queries; the first ranks then have more work.
 
     Raises:
         RequestError: heads or a ``d_ff`` that the ranks cannot divide, or a model with experts.
@@ -177,12 +143,11 @@ def shard(loaded: LoadedModel, comm: Communicator, *, uneven: bool = False) -> L
     whole = loaded.model.config
     spec = shard_spec(whole, comm.size, comm.rank, uneven=uneven)
     model = share_weights(loaded.model)
-    if isinstance(model, GPT2):
-        _shard_gpt2_blocks(model, spec, comm)
-    else:
-        _shard_llama_blocks(model, spec, comm)
+    block: Any
+    for block in model.blocks:
+        (_shard_gpt2_block if isinstance(model, GPT2) else _shard_llama_block)(block, whole, spec, comm)
     embedding = VocabularyEmbedding(model.embedding.weight, spec.vocabulary, comm)
-    setattr(model, "wte" if isinstance(model, GPT2) else "embed_tokens", embedding)
+    setattr(model, model.parts[0], embedding)
     weight = embedding.weight if model.lm_head is None else _kept(_rows(model.lm_head.weight, spec.vocabulary))
     model.lm_head = VocabularyHead(weight, whole.vocab_size, comm)  # type: ignore[assignment]
     sizes = {"n_heads": len(spec.heads), "n_kv_heads": len(spec.kv_heads), "d_ff": len(spec.middle)}
@@ -190,34 +155,28 @@ def shard(loaded: LoadedModel, comm: Communicator, *, uneven: bool = False) -> L
     return replace(loaded, model=model)
 
 
-def _shard_llama_blocks(model: Llama, spec: ShardSpec, comm: Communicator) -> None:
-    d_head = model.config.d_head
-    q, kv = _numbers(spec.heads, d_head), _numbers(spec.kv_heads, d_head)
-    block: Any
-    for block in model.layers:
-        attention, mlp = block.self_attn, block.mlp
-        attention.q_proj = ColumnLinear(attention.q_proj, q)
-        attention.k_proj = ColumnLinear(attention.k_proj, kv)
-        attention.v_proj = ColumnLinear(attention.v_proj, kv)
-        attention.o_proj = RowLinear(attention.o_proj, q, comm)
-        mlp.gate_proj = ColumnLinear(mlp.gate_proj, spec.middle)
-        mlp.up_proj = ColumnLinear(mlp.up_proj, spec.middle)
-        mlp.down_proj = RowLinear(mlp.down_proj, spec.middle, comm)
+def _shard_llama_block(block: Any, config: ModelConfig, spec: ShardSpec, comm: Communicator) -> None:
+    q, kv = _numbers(spec.heads, config.d_head), _numbers(spec.kv_heads, config.d_head)
+    attention, mlp = block.self_attn, block.mlp
+    attention.q_proj = ColumnLinear(attention.q_proj, q)
+    attention.k_proj = ColumnLinear(attention.k_proj, kv)
+    attention.v_proj = ColumnLinear(attention.v_proj, kv)
+    attention.o_proj = RowLinear(attention.o_proj, q, comm)
+    mlp.gate_proj = ColumnLinear(mlp.gate_proj, spec.middle)
+    mlp.up_proj = ColumnLinear(mlp.up_proj, spec.middle)
+    mlp.down_proj = RowLinear(mlp.down_proj, spec.middle, comm)
 
 
-def _shard_gpt2_blocks(model: GPT2, spec: ShardSpec, comm: Communicator) -> None:
-    config = model.config
+def _shard_gpt2_block(block: Any, config: ModelConfig, spec: ShardSpec, comm: Communicator) -> None:
     heads = _numbers(spec.heads, config.d_head)
     # q, k and v are concatenated in one matrix, and this rank has the same heads of each
     qkv = [range(i * config.d_model + heads.start, i * config.d_model + heads.stop) for i in range(3)]
-    block: Any
-    for block in model.h:
-        attention, mlp = block.attn, block.mlp
-        attention.n_heads = len(spec.heads)
-        attention.c_attn = ColumnLinear(attention.c_attn, *qkv)
-        attention.c_proj = RowLinear(attention.c_proj, heads, comm)
-        mlp.c_fc = ColumnLinear(mlp.c_fc, spec.middle)
-        mlp.c_proj = RowLinear(mlp.c_proj, spec.middle, comm)
+    attention, mlp = block.attn, block.mlp
+    attention.n_heads = len(spec.heads)
+    attention.c_attn = ColumnLinear(attention.c_attn, *qkv)
+    attention.c_proj = RowLinear(attention.c_proj, heads, comm)
+    mlp.c_fc = ColumnLinear(mlp.c_fc, spec.middle)
+    mlp.c_proj = RowLinear(mlp.c_proj, spec.middle, comm)
 
 
 def _numbers(heads: range, d_head: int) -> range:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoinfer.engines.load import load
 from nanoinfer.errors import RequestError
-from nanoinfer.parallel.data_parallel import assign, in_order, tokens_per_second
+from nanoinfer.parallel.data_parallel import assign, in_order
 from nanoinfer.sampling.params import SamplingParams
 from tests.parallel import rank_results
 
@@ -43,9 +43,3 @@ def test_two_replicas_say_what_one_engine_says_in_the_order_of_the_prompts() -> 
     done = one.generate(prompts, SamplingParams(max_tokens=6))
     assert in_order(answers) == [completion.token_ids for completion in done]
     assert [answer["prompts"] for answer in answers] == assign([len(one.encode(p)) + 6 for p in prompts], 2)
-
-
-def test_the_rate_counts_from_the_first_begin_to_the_last_end() -> None:
-    first = {"token_ids": [[1] * 6, [1] * 4], "began": 10.0, "ended": 12.0}
-    second = {"token_ids": [[1] * 10], "began": 10.5, "ended": 14.0}
-    assert tokens_per_second([first, second]) == 20 / 4
