@@ -28,10 +28,7 @@ def share_weights(model: Net) -> Net:
 def apply_optimizations(model: GPT2 | Llama, speed: Optimizations) -> GPT2 | Llama:
     """The model itself if no module has to change, else a copy that shares every weight that stays as it is.
 
-    The kernel and CUDA graphs change no module: they belong to the engine's step.
-
-    Raises:
-        DeviceError: an optimization that this device, dtype or family does not have.
+    Raises :class:`DeviceError` for an optimization that this device, dtype or family does not have.
     """
     weights = None if speed.kernel else speed.weights  # the kernel packs its own
     if not (speed.fuse or speed.pack or speed.compiled or weights):

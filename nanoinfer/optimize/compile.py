@@ -1,8 +1,7 @@
 """Layers through ``torch.compile``: the operations between products become a few fused kernels.
 
-Layers are alike, so one is compiled and the others run its code over their weights. A step's tokens are flattened to
-one row, so only their number varies: one graph serves a single token, one any number. Attention over the cache is one
-opaque operator, so that graphs do not depend on the cache's layout.
+One layer is compiled, others run its code over their weights. Tokens are flattened to one row, so that one graph serves
+a single token and one any number; attention over the cache is one opaque operator, whatever the cache's layout.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import Decoder
 from nanoinfer.optimize.options import check_dense
 
-#: Tokens of the sample input for the many-token graph: enough to use all threads, and a prime, since the compiler
-#: would take a number that equals some width of the model for that width.
+#: Tokens of the sample for the many-token graph: a prime, since a width of the model would be taken for that width.
 MANY = 509
 
 
@@ -91,13 +89,10 @@ class CompiledLayer(nn.Module):
 
 
 def compile_layers(model: GPT2 | Llama) -> None:
-    """Compile the layers, in place: some ten seconds the first time, then from the compiler's cache.
+    """Compile the layers of a model from :func:`~nanoinfer.optimize.apply.share_weights`, in place, after all else.
 
-    ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`; call this after everything that replaces modules.
-    If the compiler fails, the model stays as it is, and a line on stderr says so.
-
-    Raises:
-        DeviceError: for a model with experts.
+    Some ten seconds the first time, then from the compiler's cache. If the compiler fails, the model stays as it is,
+    and a line on stderr says so. Raises :class:`DeviceError` for a model with experts.
     """
     check_dense(model.config, "the compiler")
     blocks = model.blocks

@@ -1,7 +1,6 @@
 """A decode step as one native call: built once on this machine, then loaded in milliseconds.
 
-``csrc/step.cpp`` needs a C++ compiler and nothing else: no headers of PyTorch or Python, no build tool. It gets
-addresses, so arguments are checked here.
+``csrc/step.cpp`` needs a C++ compiler and nothing else. It gets addresses, so arguments are checked here.
 """
 
 from __future__ import annotations
@@ -45,29 +44,15 @@ class _Shape(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        ("rows", ctypes.c_int32),
-        ("table_width", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("shared_text", ctypes.c_int32),
-        ("ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("rows", "table_width", "block_size", "shared_text")),
+        *((name, ctypes.c_void_p) for name in ("ids", "positions", "tables", "k", "v")),
         ("layer_stride", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
     ]
 
 
 def build(flags: Sequence[str] = ("-march=native",)) -> Path:
-    """The compiled library for this machine: some seconds the first time, with a line on stderr.
-
-    The file name depends on sources, compiler, ``flags`` (the target) and the processor's features, so machines that
-    share a cache folder each find their own build.
-
-    Raises:
-        DeviceError: no compiler, or one that fails.
-    """
+    """The compiled library, built once a source, compiler, target (``flags``) and processor; else DeviceError."""
     if (cxx := compiler()) is None:
         raise DeviceError("no C++ compiler here (c++, g++ or clang++): install one, or do without the kernel")
     code = [part.read_text(encoding="utf-8") for part in PARTS]
@@ -107,17 +92,11 @@ def _library(path: Path) -> ctypes.CDLL:
 
 
 class DecodeKernel:
-    """One model, packed for the native step.
+    """One model, which must stay alive and unchanged, packed for the native step by ``threads`` (None: as PyTorch).
 
-    Args:
-        model: on the CPU, in float32 or bfloat16; it must stay alive and unchanged.
-        weights: format of the products; None for the model's dtype. ``int8`` has a scale for every 32 numbers of a row;
-            the inputs of the head get 16 bits.
-        threads: None for as many as PyTorch uses.
-        flags: see :func:`build`.
-
-    Raises:
-        DeviceError: another device or dtype, experts, no compiler.
+    ``weights`` is the format of the products, None for the model's dtype. ``int8`` has a scale for every 32 numbers of
+    a row; the inputs of the head get 16 bits. Raises :class:`DeviceError` for other than float32 or bfloat16 on a CPU,
+    for experts, and without a compiler.
     """
 
     def __init__(
@@ -145,8 +124,7 @@ class DecodeKernel:
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
         self._alive = [embedding]
         for index, (weight, bias) in enumerate(_linears(model)):
-            slabs = pack(weight, self.weights)
-            b = None if bias is None else bias.float().contiguous()
+            slabs, b = pack(weight, self.weights), None if bias is None else bias.float().contiguous()
             self._lib.ni_linear(self._handle, index, _address(slabs), _address(b))
         for index, (weight, bias) in enumerate(_norms(model)):
             w, b = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
@@ -169,10 +147,8 @@ class DecodeKernel:
     def __call__(self, cache: PagedCache, rows: Sequence[NewTokens], ids: Sequence[int]) -> Tensor:
         """Run one step: write the rows' new tokens into their blocks, and return the logits of each ``[N, V]`` fp32.
 
-        Args:
-            cache: in the model's dtype, with the blocks prepared (:meth:`PagedCache.prepare`).
-            rows: of one new token each, or of several consecutive ones.
-            ids: their tokens, row by row.
+        The cache is in the model's dtype, with the blocks prepared (:meth:`PagedCache.prepare`). ``ids`` are the new
+        tokens of all rows; a row may have several consecutive ones.
         """
         assert cache.k.dtype == self.dtype and cache.k.is_contiguous() and cache.v.is_contiguous()
         n = sum(row.n for row in rows)

@@ -1,8 +1,7 @@
 """CUDA graphs: the hundreds of kernels of a decode step in one launch.
 
-In a step of one token a row, Python and the launches take longer than the GPU's work. A graph repeats kernels with the
-arguments they were recorded with, so what differs from step to step is read from one tensor, filled by a single copy.
-Rows and blocks are padded to powers of two, and each size is recorded once.
+A graph repeats kernels with the arguments they were recorded with, so what differs from step to step is read from one
+tensor. Rows and blocks are padded to powers of two, and each size is recorded once.
 """
 
 from __future__ import annotations
@@ -61,12 +60,7 @@ class StaticStep:
     """One new token of each row, with shapes and addresses that never change; a ``KVCache`` of ``[1, R]`` tokens.
 
     Blocks are gathered before attention: PyTorch's flash attention reads blocks in place only if they have 256 tokens.
-
-    Args:
-        cache: whose blocks are read and written.
-        n_rows: R; missing rows are padding.
-        n_blocks: M, blocks of a row at most; missing ones are padding and masked.
-        scratch: the block that padding rows read and write; no sequence holds it.
+    Missing rows, and blocks of a row, are padding; padding rows read and write ``scratch``, which no sequence holds.
     """
 
     def __init__(self, cache: PagedCache, n_rows: int, n_blocks: int, scratch: int) -> None:
@@ -110,7 +104,6 @@ class StaticStep:
             self.mask.zero_().masked_fill_(hidden[:, None, None], -math.inf)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Write ``k`` and ``v`` into the blocks, then let each row attend to its own text; shapes as in ``KVCache``."""
         assert mask is None, "the rows of a decode step need no mask"
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [R, n, d_h]
         n_kv, d_head = k.shape[1:]
@@ -147,16 +140,9 @@ class StaticStep:
 class DecodeGraphs:
     """The decode steps of one model, each size recorded on its first use.
 
-    If the cache or the weights have moved, all are recorded again: a graph holds their addresses.
-
-    Args:
-        model: must stay alive; its parameters and buffers may move, but not be replaced.
-        most_rows: of a step.
-        scratch: a block of the cache that no sequence ever holds, for padding rows.
-        recorder: None for CUDA graphs.
-
-    Raises:
-        DeviceError: CUDA graphs for a model that is not on a CUDA device, or that has experts.
+    If the cache or the weights have moved, all are recorded again: a graph holds their addresses. The model must stay
+    alive, and its parameters and buffers not be replaced; ``scratch`` is a block that no sequence ever holds. Raises
+    :class:`DeviceError` for a model that has experts, or, without a ``recorder``, that is not on a CUDA device.
     """
 
     def __init__(self, model: Decoder, most_rows: int, scratch: int, recorder: Recorder | None = None) -> None:
@@ -174,13 +160,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __call__(self, cache: PagedCache, rows: Sequence[NewTokens], ids: Sequence[int]) -> Tensor:
-        """Run one step: write each row's newest token into its blocks, and return its logits ``[R, V]`` fp32.
-
-        Args:
-            cache: on the model's device, with the blocks prepared.
-            rows: of one new token each, ``most_rows`` at most.
-            ids: their tokens.
-        """
+        """Run one step: write each row's one new token into its prepared blocks; return its logits ``[R, V]`` fp32."""
         assert 0 < len(rows) <= self.most_rows
         addresses = [tensor.data_ptr() for tensor in (cache.k, cache.v, *self._tensors)]
         if addresses != self._addresses:

@@ -23,24 +23,15 @@ TURNS = 4  # and its turns
 
 
 class Int4Groups(NamedTuple):
-    """A weight ``[N, K]`` as codes 0 to 15 in groups of ``K / G`` neighbours of a row.
+    """A weight ``[N, K]`` as codes 0 to 15 in groups of ``K / G`` neighbours of a row."""
 
-    Attributes:
-        codes: ``[N, K]`` uint8; 8 stands for the group's middle.
-        steps: ``[N, G]`` bfloat16, from one code to the next.
-        middles: ``[N, G]`` bfloat16.
-    """
-
-    codes: Tensor
-    steps: Tensor
-    middles: Tensor
+    codes: Tensor  # [N, K] uint8; 8 stands for the group's middle
+    steps: Tensor  # [N, G] bfloat16, from one code to the next
+    middles: Tensor  # [N, G] bfloat16
 
 
 def to_int8_rows(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Integers -127 to 127 ``[N, K]`` and a scale a row ``[N]``: ``weight ≈ whole * scale``, at most half a scale off.
-
-    Scales are of ``dtype``, float32 or bfloat16.
-    """
+    """Integers -127 to 127 ``[N, K]`` and a scale a row ``[N]``; ``weight ≈ whole * scale``, within half a scale."""
     return int8_codes(weight, (weight.float().abs().amax(1) / 127).to(dtype))
 
 
@@ -59,9 +50,6 @@ def to_int4_groups(weight: Tensor, group: int) -> Int4Groups:
     """Codes that span each group of ``group`` numbers from its lowest to its highest.
 
     The error is at most half a step, plus what rounding step and middle to bfloat16 moves the ends of the span by.
-
-    Raises:
-        RequestError: K is no multiple of the group.
     """
     groups = in_groups(weight, group)
     low, high = groups.amin(-1), groups.amax(-1)
@@ -91,10 +79,7 @@ def in_groups(weight: Tensor, group: int) -> Tensor:
 
 
 def to_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights or activations ``[N, K]`` in e4m3 and a scale a row ``[N]`` float32, which takes its largest to 448.
-
-    The error is at most 1/16 of the number, or half of 2^-9 scales close to zero.
-    """
+    """``[N, K]`` in e4m3 and a scale a row ``[N]``: at most 1/16 of a number off, or half of 2^-9 scales near zero."""
     wide = x.float()
     scales = wide.abs().amax(1) / MOST_FP8
     narrow = (wide / scales.clamp(min=TINY)[:, None]).clamp(-MOST_FP8, MOST_FP8)
@@ -140,11 +125,7 @@ def fit_int8_rows(weight: Tensor, energy: Tensor, dtype: torch.dtype = torch.flo
 
 
 def fit_int4_groups(weight: Tensor, energy: Tensor, group: int) -> Int4Groups:
-    """:func:`to_int4_groups` with the least product error found, for input channels of mean square ``energy`` ``[K]``.
-
-    Raises:
-        RequestError: K is no multiple of the group.
-    """
+    """:func:`to_int4_groups` with the least product error found, for input channels of mean square ``energy``."""
     x = in_groups(weight, group)  # [N, G, group]
     e = _floored(energy).view(1, -1, group)
     share = e / e.sum(-1, keepdim=True)

@@ -24,7 +24,6 @@ class FusedAttention(LlamaAttention):
         self.o_proj = plain.o_proj
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """``[B, T, d]`` to ``[B, T, d]``."""
         qk, v = torch.split(self.heads(self.qkv_proj(x)), [self.n_q + self.n_kv, self.n_kv], dim=1)  # [B, n, T, d_h]
         q, k = torch.split(rotate(qk, *rope), [self.n_q, self.n_kv], dim=1)
         out = attend(q, k, v, mask) if cache is None else cache.attend(self.layer, q, k, v, mask)
@@ -40,15 +39,14 @@ class FusedMLP(LlamaMLP):
         self.down_proj = plain.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., d]`` to ``[..., d]``."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def fuse(model: Decoder) -> None:
-    """Fuse q, k and v, and gate and up, in place; GPT-2's are fused already.
+    """Fuse q, k and v, and gate and up, in place, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
 
-    ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`. Fused weights are copies, in plain ``nn.Linear``.
+    GPT-2's are fused already. Fused weights are copies, in plain ``nn.Linear``.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -59,7 +57,6 @@ def fuse(model: Decoder) -> None:
 
 
 def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """One projection with the concatenated outputs of ``parts``."""
     weight = torch.cat([part.weight for part in parts])
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

@@ -13,28 +13,15 @@ Quantised = Literal["int8", "int4", "fp8"]
 
 @dataclass(frozen=True)
 class Optimizations:
-    """How steps are computed. All off is the reference.
+    """How steps are computed; all off is the reference. RequestError: a combination that does not exist."""
 
-    Args:
-        kernel: rows of one new token go through one native call (CPU; float32 and bfloat16); prompts do not.
-        weights: what layers multiply in, the head excepted; None for the model's own dtype. In the kernel ``int8``,
-            integers that share a scale in groups of 32, and prompts are computed in the model's dtype. In PyTorch
-            ``int8`` (a scale a row), ``int4`` (groups) or ``fp8`` (GPUs that have it), for prompts too.
-        fuse: one product for queries, keys and values, one for gate and up.
-        pack: weights in the layout that oneDNN's products want (CPU; float32 and bfloat16).
-        compiled: layers go through ``torch.compile``, once for all of them and for any number of tokens.
-        graphs: decode steps are recorded once for each size and replayed (CUDA).
-
-    Raises:
-        RequestError: unknown weights, or a combination that does not exist.
-    """
-
-    kernel: bool = False
+    kernel: bool = False  # rows of one new token go through one native call (CPU; float32, bfloat16); prompts do not
+    #: What layers multiply in, the head excepted; None for the model's dtype. The kernel has int8, for one-token rows.
     weights: Quantised | None = None
-    fuse: bool = False
-    pack: bool = False
-    compiled: bool = False
-    graphs: bool = False
+    fuse: bool = False  # one product for queries, keys and values, one for gate and up
+    pack: bool = False  # weights in the layout that oneDNN's products want (CPU; float32 and bfloat16)
+    compiled: bool = False  # layers go through torch.compile, once for all of them and for any number of tokens
+    graphs: bool = False  # decode steps are recorded once for each size and replayed (CUDA)
 
     def __post_init__(self) -> None:
         if self.weights is not None and self.weights not in get_args(Quantised):
@@ -46,11 +33,7 @@ class Optimizations:
 
     @classmethod
     def parse(cls, text: str) -> Optimizations:
-        """Read the option ``--speed``: names separated by commas, as in ``kernel,int8``, or ``plain`` for none of them.
-
-        Raises:
-            RequestError: an unknown name, two kinds of weights, or ``plain`` together with others.
-        """
+        """Read the option ``--speed``: names separated by commas, as in ``kernel,int8``, or ``plain`` for none of them."""
         switches = [field.name for field in fields(cls) if field.name != "weights"]
         known = [*switches, *get_args(Quantised), "plain"]
         words = [word.strip() for word in text.split(",") if word.strip()]

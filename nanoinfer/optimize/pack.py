@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.model import Decoder
 
-#: Rows that the layout is made for. Layouts for 8 to 512 rows are nearly the same and good for any number; in the one
-#: for 1 row, products of several rows take up to 1.7 times as long.
-ROWS = 32
+ROWS = 32  # of the layout: those for 8 to 512 are good for any number; in that for 1, more take 1.7 times as long
 
 # torch.compile cannot trace into a packed weight: it sees an operator and the shape of its result.
 torch.library.define("nanoinfer::packed_linear", "(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
@@ -36,22 +34,17 @@ class PackedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``."""
         return torch.ops.nanoinfer.packed_linear(x, self.packed, self.bias)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """Sizes, in the form of ``nn.Linear``."""
         n, k = self.packed.shape
         return f"in_features={k}, out_features={n}, bias={self.bias is not None}"
 
 
 def pack(model: Decoder) -> None:
-    """Replace every ``nn.Linear`` and the head by a :class:`PackedLinear`, in place.
+    """Replace every ``nn.Linear`` and the head, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
 
-    ``model`` is from :func:`~nanoinfer.optimize.apply.share_weights`. Packed weights are copies, a tied head's too.
-
-    Raises:
-        DeviceError: a device or dtype that oneDNN does not pack for, or no oneDNN.
+    Packed weights are copies, a tied head's too. Raises :class:`DeviceError` where oneDNN cannot pack.
     """
     tied = model.embedding.weight
     if tied.device.type != "cpu" or tied.dtype not in (torch.float32, torch.bfloat16):

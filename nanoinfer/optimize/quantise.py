@@ -1,7 +1,6 @@
 """Quantised layers, in the formats of :mod:`nanoinfer.optimize.formats`: a step reads fewer bytes of weights.
 
-Head and embeddings keep their dtype, and so do the inputs of products, except in fp8, whose products take fp8 on both
-sides.
+Head and embeddings keep their dtype, and so do the inputs of products, except in fp8.
 """
 
 from __future__ import annotations
@@ -82,11 +81,9 @@ class QuantisedLinear(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def extra_repr(self) -> str:
-        """Shape and size."""
         return f"{self.n_in}, {self.n_out}, {self.nbytes} bytes"
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``, bias included."""
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
@@ -112,7 +109,6 @@ class Int8Linear(QuantisedLinear):
         self.register_buffer("scales", scales)
 
     def product(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``."""
         if x.device.type == "cpu" and x.dtype != torch.float16:  # sums of 127 times the input can overflow float16
             return torch.ops.nanoinfer.int8_linear(x, self.whole, self.scales)  # type: ignore[no-any-return]
         return F.linear(x, from_int8_rows(self.whole, self.scales).to(x.dtype))
@@ -143,7 +139,6 @@ class Int4Linear(QuantisedLinear):
         self.register_buffer("grid", torch.stack((steps, middles), -1).transpose(0, 1).contiguous())
 
     def product(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``."""
         if self.padding:
             x = F.pad(x, (0, self.padding))
         if x.device.type == "cpu":
@@ -172,7 +167,6 @@ class Fp8Linear(QuantisedLinear):
         self.register_buffer("scales", scales)
 
     def product(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``."""
         rows, scales = to_fp8_rows(x.reshape(-1, x.shape[-1]))
         out: Tensor = torch._scaled_mm(
             rows, self.narrow.t(), scale_a=scales[:, None], scale_b=self.scales[None], out_dtype=torch.bfloat16
@@ -191,12 +185,7 @@ def layer_linears(model: Decoder) -> Iterator[tuple[str, nn.Linear]]:
 def channel_energy(model: Decoder, ids: Sequence[int]) -> dict[str, Tensor]:
     """Calibrate: the mean square of each input channel of the layers' products, ``[K]`` float32, by name.
 
-    Args:
-        model: the copy that is to be quantised, with the module names it has by then.
-        ids: the text, read in windows of ``WINDOW`` tokens; some hundreds are enough.
-
-    Raises:
-        RequestError: no ids.
+    ``model`` is the copy that is to be quantised; some hundreds of ``ids`` are enough, and none a RequestError.
     """
     if not ids:
         raise RequestError("calibration needs a text: give at least one token id")
@@ -220,17 +209,11 @@ def channel_energy(model: Decoder, ids: Sequence[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def quantise(model: Decoder, weights: Quantised, calibration: Calibration | None = None, group: int = GROUP) -> None:
-    """Replace every ``nn.Linear`` of the layers, in place, by a :class:`QuantisedLinear`.
+    """Replace every ``nn.Linear`` of the layers, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
 
-    Args:
-        model: from :func:`~nanoinfer.optimize.apply.share_weights`. Quantised weights are copies.
-        weights: the format.
-        calibration: of this model for int8 and int4, from :func:`channel_energy`; None for plain rounding.
-        group: size of int4's groups, one of ``GROUPS``.
-
-    Raises:
-        DeviceError: fp8 on a device without such products or for sizes that they do not take; a model with experts.
-        RequestError: a calibration for fp8 or of another model; a group that int4 does not have.
+    ``calibration`` is of this model for int8 and int4 (:func:`channel_energy`), None for plain rounding; ``group`` is
+    the size of int4's groups, one of ``GROUPS``. Raises :class:`DeviceError` for a model with experts, and for fp8 where
+    device or sizes do not have it; :class:`RequestError` for a calibration for fp8 or of another model.
     """
     check_dense(model.config, "quantising")
     linears = dict(layer_linears(model))

@@ -75,10 +75,8 @@ def compare_strategies(
 
     ``place`` has the model's ``device``, ``dtype`` and ``seed``. For each strategy that this rank took part in, the
     answer has the ``token_ids``; ``prefill_s`` of each round and ``step_s`` of each decode step; the calls of the last
-    round's ``prefill`` and of its decode ``steps`` (:func:`~.collectives.total_calls`); ``weights`` in bytes.
-
-    Raises:
-        RequestError: an unknown strategy, or what the strategy itself refuses.
+    round's ``prefill`` and of its decode ``steps`` (:func:`~.collectives.total_calls`); ``weights`` in bytes. Raises
+    :class:`RequestError` for an unknown strategy, or as the strategy itself.
     """
     if unknown := [name for name in strategies if name not in STRATEGIES]:
         raise RequestError(f"unknown strategy '{unknown[0]}'; {nearest(unknown[0], STRATEGIES)}")
@@ -183,10 +181,8 @@ def measure_bubble(
     """Prefill of a random model of :data:`SHAPE` over equal stages, for several numbers of micro-batches.
 
     The batch has ``rows`` prompts of ``tokens`` each. The answer has ``busy_s``, what this stage computed in each pass,
-    and ``wall_s``, until all stages were done; a first pass of each number is dropped.
-
-    Raises:
-        RequestError: micro-batches that do not divide the rows.
+    and ``wall_s``, until all stages were done; a first pass of each number is dropped. Raises :class:`RequestError` for
+    micro-batches that do not divide the rows.
     """
     if odd := [m for m in micro_batches if m < 1 or rows % m]:
         raise RequestError(f"{rows} rows cannot be cut into {odd[0]} equal micro-batches; take a divisor of {rows}")

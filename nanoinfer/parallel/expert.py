@@ -59,10 +59,8 @@ def _totals(counts: Sequence[Tensor]) -> list[int]:
 def shard(loaded: LoadedModel, comm: Communicator) -> LoadedModel:
     """The model with this rank's experts only, for any engine, with requests of its own on each rank.
 
-    After its last request a rank calls :func:`serve_idle_rank`.
-
-    Raises:
-        RequestError: a model without experts, or ranks that do not divide their number.
+    After its last request a rank calls :func:`serve_idle_rank`. Raises :class:`RequestError` for a model without
+    experts, or ranks that do not divide their number.
     """
     if loaded.model.config.moe is None:
         raise RequestError(f"'{loaded.name}' has no experts to spread; take a mixture of experts: random:tiny-moe")
@@ -139,10 +137,7 @@ class ExpertLoads:
 
     @property
     def imbalance(self) -> list[float]:
-        """``max/mean`` over ranks of each layer: how much longer its experts take than with equal loads.
-
-        Passes are weighted by their rows: the sum of the busiest ranks' rows over the sum of the means.
-        """
+        """``max/mean`` over ranks, of each layer: the sum of the busiest ranks' rows over the sum of the means."""
         return [
             sum(max(step) for step in layer) * len(layer[0]) / max(1, sum(sum(step) for step in layer))
             for layer in self.rows

@@ -34,10 +34,8 @@ def generate(options: GenerateOptions, prints: bool = True) -> dict[str, Any]:
     """A reply by ``tp`` or ``pp`` ranks, as the record that ``nanoinfer generate --json`` prints.
 
     Its ``parallel`` has the split, the bytes that each rank sent for the prompt and for the tokens after the first,
-    and rank 0's calls by kind. ``prints``: rank 0 writes the text to standard output as it comes.
-
-    Raises:
-        RequestError: what cannot be split, or not in this way.
+    and rank 0's calls by kind. ``prints``: rank 0 writes the text to standard output as it comes. Raises
+    :class:`RequestError` for what cannot be split, or not in this way.
     """
     split, ranks = _split(options)
     params = options.sampling_params()

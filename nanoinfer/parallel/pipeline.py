@@ -31,10 +31,8 @@ from nanoinfer.theory.parallel import layers_of, stages
 def cut(model: GPT2 | Llama, stage: int, pp: int) -> GPT2 | Llama:
     """The part of a model that one of ``pp`` stages needs, as a model of fewer layers that shares its weights.
 
-    The first stage has the embedding, the last one the norm and the head; both have a tied matrix.
-
-    Raises:
-        RequestError: more stages than layers.
+    The first stage has the embedding, the last one the norm and the head; both have a tied matrix. Raises
+    :class:`RequestError` for more stages than layers.
     """
     own = stages(model.config.n_layers, pp)[stage]
     part = share_weights(model)
@@ -124,10 +122,8 @@ class PipelineEngine(RankEngine):
     """The cached engine over several ranks, each with some of the layers and their part of the cache.
 
     Every rank makes one from the whole model and is given the same prompts; the last stage chooses the tokens. More
-    ``micro_batches`` (parts of a batch) leave less idle time, but each reads all weights again.
-
-    Raises:
-        RequestError: more stages than layers, or less than one micro-batch.
+    ``micro_batches`` (parts of a batch) leave less idle time, but each reads all weights again. Raises
+    :class:`RequestError` for more stages than layers, or less than one micro-batch.
     """
 
     name = "pipeline"

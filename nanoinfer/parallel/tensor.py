@@ -135,10 +135,8 @@ def shard(loaded: LoadedModel, comm: Communicator, *, uneven: bool = False) -> L
 
     The result's config has the heads and the ``d_ff`` of this rank, from which a cache takes its size. Sizes that an
     engine would take from free memory (``cache_tokens``) must be given, or ranks may differ. ``uneven`` also divides
-    what does not come out even, by whole KV heads with their queries; the first ranks then have more work.
-
-    Raises:
-        RequestError: heads or a ``d_ff`` that the ranks cannot divide, or a model with experts.
+    what does not come out even, by whole KV heads with their queries; the first ranks then have more work. Raises
+    :class:`RequestError` for heads or a ``d_ff`` that the ranks cannot divide, or a model with experts.
     """
     whole = loaded.model.config
     spec = shard_spec(whole, comm.size, comm.rank, uneven=uneven)
