@@ -33,7 +33,7 @@ class Optimizations:
 
     @classmethod
     def parse(cls, text: str) -> Optimizations:
-        """Read the option ``--speed``: names separated by commas, as in ``kernel,int8``, or ``plain`` for none of them."""
+        """Read the option ``--speed``: names separated by commas (``kernel,int8``), or ``plain`` for none of them."""
         switches = [field.name for field in fields(cls) if field.name != "weights"]
         known = [*switches, *get_args(Quantised), "plain"]
         words = [word.strip() for word in text.split(",") if word.strip()]

@@ -212,8 +212,8 @@ def quantise(model: Decoder, weights: Quantised, calibration: Calibration | None
     """Replace every ``nn.Linear`` of the layers, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
 
     ``calibration`` is of this model for int8 and int4 (:func:`channel_energy`), None for plain rounding; ``group`` is
-    the size of int4's groups, one of ``GROUPS``. Raises :class:`DeviceError` for a model with experts, and for fp8 where
-    device or sizes do not have it; :class:`RequestError` for a calibration for fp8 or of another model.
+    the size of int4's groups, one of ``GROUPS``. Raises :class:`DeviceError` for experts, and for fp8 where device or
+    sizes do not have it; :class:`RequestError` for a calibration for fp8 or of another model.
     """
     check_dense(model.config, "quantising")
     linears = dict(layer_linears(model))
