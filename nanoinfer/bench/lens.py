@@ -1,8 +1,6 @@
-"""The same requests scored by the rules of other tools, side by side.
+"""The same requests scored by the rules of other tools, which are data (``nanoinfer/data/lens.toml``).
 
-Two tools that say "ITL" rarely mean the same number. The rules of each, with where they were read, are data
-(``nanoinfer/data/lens.toml``); this module holds what they are made of and scores traces by them. ``N`` is the served
-number of output tokens, for every tool: one that counts the tokens of the text again differs by that as well.
+``N`` is the served number of output tokens, for every tool: one that counts the text's tokens again differs by that.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -35,14 +32,11 @@ TITLES: Final = {
 }
 
 
-# --- a stream as its client saw it ----------------------------------------------------------
-
-
 class StreamFrame(NamedTuple):
-    """One frame: when it came (s), the tokens in it, what it is."""
+    """One frame of a stream."""
 
-    t: float
-    n: int
+    t: float  # s
+    n: int  # tokens
     kind: ChunkKind
 
 
@@ -60,10 +54,7 @@ class FrameStream:
     def of(cls, trace: Trace) -> FrameStream:
         """Read a trace; where it has no kinds, guess: without tokens before the first token a role, after it usage.
 
-        Where no end-of-stream frame was recorded, ``t_end`` stands for it.
-
-        Raises:
-            NanoinferError: a clock that ran backwards; a number of kinds that differs from that of chunks.
+        ``t_end`` stands for an end of stream that was not recorded. A clock that ran backwards is refused.
         """
         metrics.client_delay(trace)  # refuses such a clock
         kinds = list(trace.kinds)
@@ -81,10 +72,8 @@ class FrameStream:
     @property
     def with_tokens(self) -> list[StreamFrame]:
         """The frames that hold tokens."""
-        return [frame for frame in self.frames if frame.n > 0]
+        return list(filter(_has_tokens, self.frames))
 
-
-# --- what rules are made of -----------------------------------------------------------------
 
 #: Kinds of frames that are chunks to some tool, and what it says of them.
 CHUNKS: Final[Mapping[str, tuple[frozenset[ChunkKind], str]]] = {
@@ -94,13 +83,13 @@ CHUNKS: Final[Mapping[str, tuple[frozenset[ChunkKind], str]]] = {
 }
 
 
+def _has_tokens(frame: StreamFrame) -> bool:
+    return frame.n > 0
+
+
 def _is(chunks: str) -> Callable[[StreamFrame], bool]:
     kinds = CHUNKS[chunks][0]
     return lambda frame: frame.kind in kinds
-
-
-def _has_tokens(frame: StreamFrame) -> bool:
-    return frame.n > 0
 
 
 class Moment(NamedTuple):
@@ -174,49 +163,46 @@ def _figure(spec: Mapping[str, Any]) -> ToolFigure:
 
 
 def _gaps(name: str) -> ToolFigure:
-    def shared(stream: FrameStream) -> list[float]:
-        return [(b.t - a.t) / b.n for a, b in pairwise(stream.with_tokens) for _ in range(b.n)]
-
-    def perceived(stream: FrameStream) -> list[float]:
-        chunks = stream.with_tokens
-        return [0.0] * sum(frame.n - 1 for frame in chunks) + [b.t - a.t for a, b in pairwise(chunks)]
-
-    if name == "shared":
-        return ToolFigure("gap between chunks / tokens of the later one, once a token", shared, False)
-    if name == "perceived":
-        return ToolFigure("gaps between tokens, those of one chunk 0 apart", perceived, False)
-    is_chunk, words = _is(name), CHUNKS[name][1]
+    holds = _has_tokens if name in ("shared", "perceived") else _is(name)
 
     def gaps(stream: FrameStream) -> list[float]:
-        return [b.t - a.t for a, b in pairwise(filter(is_chunk, stream.frames))]
+        chunks = list(filter(holds, stream.frames))
+        if name == "shared":
+            return [(b.t - a.t) / b.n for a, b in pairwise(chunks) for _ in range(b.n)]
+        within = [0.0] * sum(frame.n - 1 for frame in chunks) if name == "perceived" else []
+        return within + [b.t - a.t for a, b in pairwise(chunks)]
 
-    return ToolFigure(f"gaps between chunks ({words})", gaps, name != "text")
+    if name == "shared":
+        return ToolFigure("gap between chunks / tokens of the later one, once a token", gaps, False)
+    if name == "perceived":
+        return ToolFigure("gaps between tokens, those of one chunk 0 apart", gaps, False)
+    return ToolFigure(f"gaps between chunks ({CHUNKS[name][1]})", gaps, name != "text")
 
 
-def _throughput(
-    rule: str, good: Sequence[FrameStream], streams: Sequence[FrameStream]
-) -> tuple[str, float | None, bool]:
-    """A run's rate: the rule in words, output tokens/s (``None`` without time to divide by), whether it needs kinds."""
+#: A run's rates: whose tokens, until which moment, since when, and that time in words.
+THROUGHPUTS: Final = {
+    "drained": ("all", "last token", "scheduled", "last token - first scheduled"),
+    "wall": ("good", "end of stream", "sent", "last end of stream - first sent"),
+    "to last text": ("good", "last text", "sent", "last text - first sent"),
+    "last query": ("good", "last token", "scheduled", "last token of the request scheduled last - first scheduled"),
+}
+
+
+def _throughput(name: str, good: Sequence[FrameStream], streams: Sequence[FrameStream], without: bool) -> LensCell:
+    """A run's output tokens/s; ``None`` without time to divide by."""
+    whose, until, since, words = THROUGHPUTS[name]
+    timed = good if name == "to last text" else streams
+    ending = [max(streams, key=lambda stream: stream.scheduled)] if name == "last query" else timed
+    start: float = min((getattr(stream, since) for stream in timed), default=0.0)
+    seconds = max((t for t in map(MOMENTS[until].at, ending) if t is not None), default=start) - start
     tokens = sum(stream.tokens for stream in good)
-    sent, scheduled = [s.sent for s in streams], [s.scheduled for s in streams]
-    moment, ending, starts, words = MOMENTS["last token"], streams, scheduled, "last token - first scheduled"
-    if rule == "wall":
-        moment, starts, words = MOMENTS["end of stream"], sent, "last end of stream - first sent"
-    elif rule == "to last text":
-        moment, ending, starts = MOMENTS["last text"], good, [s.sent for s in good]
-        words = "last text - first sent"
-    elif rule == "last query":
-        ending = [max(streams, key=lambda stream: stream.scheduled)]
-        words = "last token of the request scheduled last - first scheduled"
-    else:
+    if whose == "all":
         tokens = sum(frame.n for stream in streams for frame in stream.frames)
-    start = min(starts, default=0.0)
-    seconds = max((t for t in map(moment.at, ending) if t is not None), default=start) - start
-    whose = "all" if rule == "drained" else "good"
-    return f"tokens of {whose} requests / ({words})", tokens / seconds if seconds > 0 else None, rule == "wall"
+    value, guessed = tokens / seconds if seconds > 0 else None, without and name == "wall"
+    return LensCell(f"tokens of {whose} requests / ({words})", len(good), value, None, None, guessed)
 
 
-# --- percentiles of sorted (value, weight), as each tool takes them; q in percent --------------------
+# Percentiles of sorted (value, weight), as each tool takes them; q in percent.
 
 
 def inverted(samples: Sequence[tuple[float, float]], q: int) -> float:
@@ -241,17 +227,6 @@ PERCENTILES: Final[Mapping[str, tuple[str, Callable[[Sequence[tuple[float, float
     "linear": ("between two samples (NumPy's default)", linear),
     "truncated": ("the sample at index n q, cut to a whole number", truncated),
 }
-
-
-# --- the tools, and their figures of these traces ---------------------------------------------------------
-
-
-@cache
-def tools() -> list[dict[str, Any]]:
-    """Every tool of ``lens.toml``."""
-    text = files("nanoinfer.data").joinpath("lens.toml").read_text(encoding="utf-8")
-    rules: list[dict[str, Any]] = tomllib.loads(text)["tool"]
-    return rules
 
 
 @dataclass(frozen=True)
@@ -298,17 +273,14 @@ class LensTable:
 
 
 def lens(traces: Sequence[Trace]) -> LensTable:
-    """Score the traces by every tool's rules.
-
-    Raises:
-        NanoinferError: no traces; a clock that ran backwards; kinds that do not fit their chunks.
-    """
+    """Score the traces by the rules of every tool of ``lens.toml``; none, or broken ones, are refused."""
     if not traces:
         raise NanoinferError("lens: no traces to look at; give a file with one at least")
     streams = [FrameStream.of(trace) for trace in traces]
     good = [stream for stream, trace in zip(streams, traces, strict=True) if trace.status == "ok"]
     without = sum(not stream.has_kinds for stream in streams)
-    rows = tuple(_row(tool, good, streams, without > 0) for tool in tools())
+    text = files("nanoinfer.data").joinpath("lens.toml").read_text(encoding="utf-8")
+    rows = tuple(_row(tool, good, streams, without > 0) for tool in tomllib.loads(text)["tool"])
     return LensTable(len(traces), len(traces) - len(good), without, rows)
 
 
@@ -318,10 +290,8 @@ def _row(
     words, point = PERCENTILES[tool["percentile"]]
     cells = {name: _cell(tool[name], point, good, without) for name in TITLES if isinstance(tool.get(name), dict)}
     if "throughput" in tool:
-        rule, value, needs_kinds = _throughput(tool["throughput"], good, streams)
-        cells["throughput"] = LensCell(rule, len(good), value, None, None, without and needs_kinds)
-    sources = tuple(tool.get("sources", ()))
-    return LensRow(tool["name"], tool["version"], words, cells, sources, tool.get("note", ""))
+        cells["throughput"] = _throughput(tool["throughput"], good, streams, without)
+    return LensRow(tool["name"], tool["version"], words, cells, tuple(tool.get("sources", ())), tool.get("note", ""))
 
 
 def _cell(
@@ -338,9 +308,6 @@ def _cell(
     mean = math.fsum(value * weight for value, weight in samples) / total if total else None
     median, p99 = (point(samples, q) if samples else None for q in (50, 99))
     return LensCell(figure.rule, len(samples), mean, median, p99, without and figure.needs_kinds)
-
-
-# --- on the screen ------------------------------------------------------------------------------------
 
 
 def show_lens(console: Console, table: LensTable) -> None:

@@ -13,7 +13,7 @@ Levels are rates (open loop) or users (closed loop); each is one run. Three resu
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import Any, Final, Literal
@@ -26,15 +26,12 @@ from nanoinfer.measure.stats import least_n
 
 Kind = Literal["rate", "users"]
 UNIT: Final[Mapping[str, str]] = {"rate": "requests/s", "users": "users"}
+MOST_LEVELS: Final = 64  # that ``a..b`` makes
 
 
 def format_level(kind: Kind, level: float) -> str:
     """A level with its unit: ``1 user``, ``2.5 requests/s``."""
     return f"{level:g} {'user' if kind == 'users' and level == 1 else UNIT[kind]}"
-
-
-#: Most levels that ``a..b`` makes.
-MOST_LEVELS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ class Sweep:
     def as_dict(self) -> dict[str, Any]:
         """JSON: the points with their summaries, and what was read off them, with its rule."""
         knee, highest = self.knee, self.highest
+        beyond = {f"{p.level:g}": p.summary["beyond_budget"] for p in self.points}
         return {
             "kind": self.kind,
             "unit": UNIT[self.kind],
@@ -109,35 +107,30 @@ class Sweep:
                 "level": highest and highest.level,
             },
             "stopped": self.stopped,
-            "beyond_budget": {
-                f"{p.level:g}": p.summary["beyond_budget"] for p in self.points if p.summary["beyond_budget"]
-            },
+            "beyond_budget": {level: reasons for level, reasons in beyond.items() if reasons},
             "notes": list(self._notes()),
         }
 
-    def _notes(self) -> Sequence[str]:
-        notes = []
-        if (knee := self.knee) is not None and len(self.points) > 1:
-            if knee.level == self.points[-1].level:
-                notes.append(
-                    f"The knee is the highest level that ran: it may lie above {format_level(self.kind, knee.level)}."
-                )
-            elif knee.level == self.points[0].level:
-                notes.append(
-                    f"The knee is the lowest level that ran: it may lie below {format_level(self.kind, knee.level)}."
-                )
-        if self.slo and self.points:
-            if (highest := self.highest) is None:
-                notes.append(f"No level met the SLO ({slo_text(self.slo)}) for {self.needed:.0%} of its requests.")
-            elif highest.level == self.points[-1].level:
-                notes.append(f"Every level met the SLO: the limit lies above {format_level(self.kind, highest.level)}.")
-            fewest = min(point.summary["requests"]["attempted"] for point in self.points)
-            if 0 < self.needed < 1 and fewest < (least := least_n(100 * self.needed)):
-                notes.append(
-                    f"n too small: a share of {self.needed:.0%} takes {least:,} requests a level to show, "
-                    f"all of them good; the fewest here are {fewest:,}."
-                )
-        return notes
+    def _notes(self) -> Iterator[str]:
+        if not self.points:
+            return
+        lowest, last = self.points[0], self.points[-1]
+        if (knee := self.knee) is not None and lowest is not last and knee.level in (lowest.level, last.level):
+            end, side = ("highest", "above") if knee is last else ("lowest", "below")
+            level = format_level(self.kind, knee.level)
+            yield f"The knee is the {end} level that ran: it may lie {side} {level}."
+        if not self.slo:
+            return
+        if (highest := self.highest) is None:
+            yield f"No level met the SLO ({slo_text(self.slo)}) for {self.needed:.0%} of its requests."
+        elif highest is last:
+            yield f"Every level met the SLO: the limit lies above {format_level(self.kind, highest.level)}."
+        fewest = min(point.summary["requests"]["attempted"] for point in self.points)
+        if 0 < self.needed < 1 and fewest < (least := least_n(100 * self.needed)):
+            yield (
+                f"n too small: a share of {self.needed:.0%} takes {least:,} requests a level to show, "
+                f"all of them good; the fewest here are {fewest:,}."
+            )
 
 
 def saturated(before: Sequence[SweepPoint], last: SweepPoint) -> str | None:
@@ -168,15 +161,8 @@ async def sweep(
 ) -> Sweep:
     """Run level after level until they are through, the system is saturated, or a run was interrupted.
 
-    Args:
-        make_run: runs one level; with its own prompts each time, or a level warms the prefix cache for the next.
-        levels: positive, rising.
-        slo: limits in seconds.
-        needed: the share of good requests at which a level meets the SLO.
-        watch: is called with each point.
-
-    Raises:
-        RequestError: no levels, or levels that do not rise; a share outside (0, 1].
+    ``make_run`` runs a level, with its own prompts each time, or one warms the prefix cache for the next. A level meets
+    the SLO (limits in seconds) with a share ``needed`` of good requests. ``watch`` is called with each point.
     """
     if not levels or levels[0] <= 0 or any(b <= a for a, b in pairwise(levels)):
         raise RequestError(f"a sweep needs positive levels that rise, got {', '.join(f'{x:g}' for x in levels)}")
@@ -197,11 +183,7 @@ async def sweep(
 
 
 def parse_levels(text: str) -> list[float]:
-    """``"1,2,5"``, or ``"1..16"`` for doublings with the end among them: 1, 2, 4, 8, 16.
-
-    Raises:
-        RequestError: no numbers, or numbers that are not positive and rising.
-    """
+    """``"1,2,5"``, or ``"1..16"`` for doublings with the end among them: 1, 2, 4, 8, 16."""
     first, dots, last = text.partition("..")
     try:
         if not dots:

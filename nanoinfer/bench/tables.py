@@ -1,8 +1,4 @@
-"""A summary as rows of text: the terminal and the page show the same ones, so they cannot differ.
-
-Times are in milliseconds. A dash stands for what was not measured, and ``n too small`` for a percentile
-that has too few samples.
-"""
+"""A summary as rows of text, the same for the terminal and the page; times in milliseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from rich.text import Text
 
 from nanoinfer.show.text import DASH, Rows, as_table, format_number, ms
 
-TOO_SMALL: Final = "n too small"
+TOO_SMALL: Final = "n too small"  # samples for a percentile; a dash stands for what was not measured
 #: Figures of the latency table, in its order, as people call them.
 NAMES: Final = {
     "ttft": "TTFT",
@@ -203,37 +199,28 @@ def closing_lines(
 
 def show(console: Console, record: Mapping[str, Any]) -> None:
     """Print a run's summary."""
-    show_parts(console, *_run_parts(record))
+    has_failed = record["requests"]["attempted"] > record["requests"]["ok"]
+    beyond = (f": {reason}" for reason in record["beyond_budget"])
+    show_parts(
+        console,
+        requests(record),
+        latency(record),
+        *([adjusted(record)] if has_failed else []),
+        rates(record),
+        *([goodput(record)] if record["goodput"] else []),
+        client(record),
+        "",
+        *closing_lines(definitions(record), record["notes"], beyond),
+    )
 
 
 def show_sweep(console: Console, record: Mapping[str, Any]) -> None:
     """Print a sweep: its levels, what was read off them by which rules, and what must be known."""
-    show_parts(console, *_sweep_parts(record))
-
-
-def _run_parts(record: Mapping[str, Any]) -> Iterator[Rows | str]:
-    yield requests(record)
-    yield latency(record)
-    if record["requests"]["attempted"] > record["requests"]["ok"]:
-        yield adjusted(record)
-    yield rates(record)
-    if record["goodput"]:
-        yield goodput(record)
-    yield client(record)
-    yield ""
-    beyond = [f": {reason}" for reason in record["beyond_budget"]]
-    yield from closing_lines(definitions(record), record["notes"], beyond)
-
-
-def _sweep_parts(record: Mapping[str, Any]) -> Iterator[Rows | str]:
-    yield levels(record)
-    yield ""
-    yield verdict(record)
     rules = [(key.replace("_", " "), record[key]["definition"]) for key in ("knee", "highest_good")]
     last = definitions(record["points"][-1]["summary"]) if record["points"] else ()
-    notes = [*([record["stopped"]] if record["stopped"] else []), *record["notes"]]
-    beyond = [f" at {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons]
-    yield from closing_lines([*rules, *last], notes, beyond)
+    notes = [*filter(None, [record["stopped"]]), *record["notes"]]
+    beyond = (f" at {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons)
+    show_parts(console, levels(record), "", verdict(record), *closing_lines([*rules, *last], notes, beyond))
 
 
 def verdict(record: Mapping[str, Any]) -> str:
