@@ -11,9 +11,8 @@ from torch import nn
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.optimize.compile import compile_layers
-from nanoinfer.optimize.fuse import fuse
+from nanoinfer.optimize.linear import fuse, pack
 from nanoinfer.optimize.options import Optimizations
-from nanoinfer.optimize.pack import pack
 from nanoinfer.optimize.quantise import quantise
 
 Net = TypeVar("Net", bound=nn.Module)

@@ -22,8 +22,7 @@ from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize import compile as module
 from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.compile import CompiledLayer, compile_layers
-from nanoinfer.optimize.fuse import fuse
-from nanoinfer.optimize.pack import pack
+from nanoinfer.optimize.linear import fuse, pack
 from nanoinfer.sampling.params import SamplingParams
 
 SAID = "nanoinfer: compiling the model's layers, once, some seconds\n"

@@ -29,7 +29,7 @@ from nanoinfer.optimize.formats import (
     to_int8_rows,
     to_nibbles,
 )
-from nanoinfer.optimize.fuse import fuse
+from nanoinfer.optimize.linear import fuse
 from nanoinfer.optimize.options import Quantised
 from nanoinfer.optimize.quantise import (
     FEW_ROWS,

@@ -1,7 +1,8 @@
-"""Packed products give the same numbers in every place where a model multiplies, and say where they cannot be had."""
+"""Fused and packed products give the same numbers, share what they do not replace, and leave the original alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.errors import DeviceError
+from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.apply import share_weights
-from nanoinfer.optimize.fuse import fuse
-from nanoinfer.optimize.pack import PackedLinear, pack
+from nanoinfer.optimize.linear import PackedLinear, fuse, pack
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, tiny
 
@@ -26,12 +27,23 @@ CONFIGS = {
 }
 
 
-def packed(loaded: LoadedModel, join: bool = False) -> LoadedModel:
+def fused(loaded: LoadedModel) -> LoadedModel:
     quick = share_weights(loaded.model)
-    if join:
-        fuse(quick)
+    fuse(quick)
+    return replace(loaded, model=quick)
+
+
+def packed(loaded: LoadedModel) -> LoadedModel:
+    quick = share_weights(loaded.model)
     pack(quick)
     return replace(loaded, model=quick)
+
+
+def both(loaded: LoadedModel) -> LoadedModel:
+    return packed(fused(loaded))
+
+
+Change = Callable[[LoadedModel], LoadedModel]
 
 
 def logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
@@ -39,22 +51,23 @@ def logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
         return loaded.model(ids, torch.arange(ids.shape[1]).expand_as(ids)).float()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("change", [fused, packed, both])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_greedy_tokens_are_the_same(config: ModelConfig, join: bool) -> None:
+def test_greedy_tokens_are_the_same(config: ModelConfig, change: Change) -> None:
     loaded = tiny(config)
-    prompts, greedy = [[3, 1, 4, 1, 5], [9, 2], [6]], SamplingParams(max_tokens=6)
+    prompts, greedy = [[3, 1, 4, 1, 5], [9, 2], [6]], SamplingParams(max_tokens=12)
     expected = CachedEngine(loaded).generate(prompts, greedy)
-    found = CachedEngine(packed(loaded, join)).generate(prompts, greedy)
+    found = CachedEngine(change(loaded)).generate(prompts, greedy)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
+@pytest.mark.parametrize("change", [fused, packed])
 @pytest.mark.parametrize("name", ["random:tiny-gpt2", "random:tiny-llama"])
-def test_bfloat16_logits_are_close(name: str) -> None:
+def test_bfloat16_logits_are_close(name: str, change: Change) -> None:
     loaded = load_model(name, dtype="bfloat16")
     ids = torch.arange(24).view(2, 12)
     plain = logits(loaded, ids)
-    assert (logits(packed(loaded), ids) - plain).norm() < 0.01 * plain.norm()
+    assert (logits(change(loaded), ids) - plain).norm() < 0.01 * plain.norm()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 200])
@@ -110,3 +123,32 @@ def test_what_cannot_be_packed_is_refused_in_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with pytest.raises(DeviceError, match=r"no oneDNN \(torch\.backends\.mkldnn\)"):
         packed(loaded)
+
+
+def test_weights_are_joined_in_plain_products_and_the_old_ones_are_not_kept() -> None:
+    loaded = load_model("random:tiny-llama")
+    plain, quick = loaded.model, fused(loaded).model
+    assert isinstance(plain, Llama) and isinstance(quick, Llama)
+    before, after = dict(plain.named_parameters()), dict(quick.named_parameters())
+    for of in ("layers.0", "layers.1"):
+        qkv = torch.cat([before[f"{of}.self_attn.{name}_proj.weight"] for name in "qkv"])
+        gate_up = torch.cat([before[f"{of}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        assert torch.equal(after.pop(f"{of}.self_attn.qkv_proj.weight"), qkv)
+        assert torch.equal(after.pop(f"{of}.mlp.gate_up_proj.weight"), gate_up)
+        assert [type(m) for name, m in quick.named_modules() if name.startswith(of) and name.endswith("_proj")] == (
+            [nn.Linear] * 4
+        )
+    assert after == {name: before[name] for name in after}  # all else is the very same tensors
+    assert len(after) == len(before) - 10  # of each layer, five are gone
+    assert not any(p.requires_grad for p in quick.parameters())
+
+
+def test_fusing_leaves_the_original_and_gpt2_alone() -> None:
+    loaded = load_model("random:tiny-llama")
+    before, weights = str(loaded.model), dict(loaded.model.named_parameters())
+    fused(loaded)
+    assert str(loaded.model) == before
+    assert dict(loaded.model.named_parameters()) == weights
+    gpt2 = load_model("random:tiny-gpt2")
+    assert str(fused(gpt2).model) == str(gpt2.model)
+    assert dict(fused(gpt2).model.named_parameters()) == dict(gpt2.model.named_parameters())
