@@ -33,7 +33,7 @@ PATHS = {"completions": "completions", "chat": "chat/completions"}
 EXTENSIONS = ("continuous_usage_stats", "ignore_eos", "stream_options")
 #: Seconds that a connection is kept for the next request: below the 5 after which many servers close theirs.
 KEEP_S = 2.0
-#: Seconds that the end of a body may lag behind the end of the answer before the connection is given up.
+#: Seconds that the end of a body may come after the end of the answer before the connection is closed.
 LAST_BYTES_S = 0.25
 REJECTIONS = (429, 503)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -53,7 +53,7 @@ def generate(options: GenerateOptions, as_json: Json = False) -> None:
 class ChatOptions(ReplyOptions):
     """As of one reply, with the defaults of a conversation."""
 
-    system: Annotated[str | None, typer.Option(help="What the model is told about itself first.")] = None
+    system: Annotated[str | None, typer.Option(help="System message before the first turn.")] = None
     max_tokens: MaxTokens = 256
     temperature: Temperature = 0.7
     top_p: TopP = 0.9

@@ -22,7 +22,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REACH_S = 5.0
 STORE_BYTES = 100_000_000  # of a Ray of our own: requests and answers are small
 #: Ray reads these when it is imported, and hands them on to the processes that it starts. Nothing is sent anywhere,
-#: little is printed, and a replica that fails its health check is killed, so that its clients are told at once.
+#: little is printed, and a replica that fails its health check is killed, so that its clients get an error at once.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -244,7 +244,7 @@ class BatchMeans:
         NanoinferError: an ``end`` that is not after ``start``.
     """
 
-    #: Relative width of what cannot be told apart.
+    #: Relative width below which two values count as equal.
     resolution: float = 0.0
 
     def __init__(self, start: float, end: float) -> None:

@@ -141,7 +141,7 @@ def _decides(demand: Demand, preferences: Preferences) -> tuple[int, str]:
         )
     if not demand.fits:
         return 2, (
-            f"One device holds the weights ({full.weights / 1e9:.1f} GB) but not the cache of all rows beside them "
+            f"One device holds the weights ({full.weights / 1e9:.1f} GB) but not the cache of all rows next to them "
             f"({full.kv / 1e9:.1f} GB): the KV cache asks for more devices, or for fewer rows on each."
         )
     if (preferences.models or 1) > 1:

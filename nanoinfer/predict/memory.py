@@ -70,7 +70,7 @@ def _fit(config: ModelConfig, memory_bytes: float, options: FitOptions) -> capac
 def _why(config: ModelConfig, largest: capacity.Fit, one: capacity.Bytes) -> str:
     row, left = one.total - one.weights, largest.usable - one.weights
     batch = (
-        f"Memory limits the batch: beside {one.weights / 1e9:.2f} GB of weights {left / 1e9:.2f} GB are left, "
+        f"Memory limits the batch: next to {one.weights / 1e9:.2f} GB of weights {left / 1e9:.2f} GB are left, "
         f"and a row of {largest.context:,} tokens takes {row / 1e9:.3f} GB."
     )
     limit = "the model's own context" if largest.max_context == config.context else "memory"

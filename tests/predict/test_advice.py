@@ -185,7 +185,7 @@ def test_a_model_that_one_device_does_not_hold_must_be_split() -> None:
 
 def test_a_cache_that_one_device_does_not_hold_asks_for_more_of_them() -> None:
     number, why, _ = decided(tp=2, batch=64, context=16_384)
-    assert number == 2 and "weights (16.1 GB) but not the cache of all rows beside them (137.4 GB)" in why
+    assert number == 2 and "weights (16.1 GB) but not the cache of all rows next to them (137.4 GB)" in why
 
 
 def test_many_models_are_placed_not_split() -> None:
