@@ -23,17 +23,14 @@ from nanoinfer.serve.service import Answer, Service
 T = TypeVar("T")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in {
-        400: "The request is at fault; the error names the field.",
-        401: "The API key is missing or wrong.",
-        404: "There is no such model.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        429: "No slot is free; try again after Retry-After seconds.",
-        503: "The server is closing.",
-        504: "The answer took too long.",
-    }.items()
+    400: {"description": "The request is at fault; the error names the field."},
+    401: {"description": "The API key is missing or wrong."},
+    404: {"description": "There is no such model."},
+    408: {"description": "The body did not arrive in time."},
+    413: {"description": "The body is too large."},
+    429: {"description": "No slot is free; try again after Retry-After seconds."},
+    503: {"description": "The server is closing."},
+    504: {"description": "The answer took too long."},
 }
 
 
@@ -42,12 +39,7 @@ class ClientDisconnected(Exception):
 
 
 def make_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """The application.
-
-    Args:
-        service: closed when the application shuts down.
-        api_key: that clients must give; None for none.
-    """
+    """The application, which closes the service when it shuts down. With an ``api_key``, clients must give it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -96,9 +88,8 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         service.check_model(body.model)
         service.check_choices(1, body.n)
         ids = await service.tokenize_chat([message.as_dict() for message in body.messages])
-        params = body.params(
-            service.remaining_context(ids, body.limit), (body.top_logprobs or 0) if body.logprobs else None
-        )
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = body.params(service.remaining_context(ids, body.limit), logprobs)
         form = ChatFormat(service.name, int(time.time()), service.engine.tokenizer)
         return await _answered(await service.start([ids], [params]), form, body, request)
 
@@ -117,11 +108,8 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _answered(answer: Answer, form: ResponseFormat, body: GenerationRequest, request: Request) -> Response:
     if body.stream:
-        return StreamingResponse(
-            _frames(answer, form, body),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_frames(answer, form, body), media_type="text/event-stream", headers=headers)
     try:
         await unless_disconnected(answer.finished(), request)
     except ClientDisconnected:

@@ -17,13 +17,7 @@ RETRY_S = 1  # slots free up within about a second
 
 
 class APIError(Exception):
-    """An error to answer with.
-
-    Args:
-        message: for people: names the thing and the way out.
-        param: the field at fault.
-        code: OpenAI's word for it, for programs.
-    """
+    """An error to answer with: ``message`` for people, ``param`` the field at fault, ``code`` OpenAI's word for it."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -31,11 +25,9 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that belong to the status."""
         return {429: {"Retry-After": str(RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's envelope."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -47,14 +39,15 @@ class APIError(Exception):
 
 def to_api_error(error: Exception) -> APIError:
     """What a client may know of an error: of an internal one only that there was one."""
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, QueueFull):
-        return APIError(429, str(error), code="rate_limit_exceeded")
-    if isinstance(error, RequestError | TokenizerError):
-        return APIError(400, str(error))
-    if isinstance(error, NanoinferError):
-        return APIError(500, str(error))
+    match error:
+        case APIError():
+            return error
+        case QueueFull():
+            return APIError(429, str(error), code="rate_limit_exceeded")
+        case RequestError() | TokenizerError():
+            return APIError(400, str(error))
+        case NanoinferError():
+            return APIError(500, str(error))
     return APIError(500, "the server failed; its log says why", code="internal_error")
 
 

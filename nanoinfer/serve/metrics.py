@@ -13,6 +13,7 @@ from nanoinfer.measure import metrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+BUCKETS = {"ttft": SECONDS, "itl": GAPS, "e2e": SECONDS}
 
 
 class EngineState:
@@ -22,7 +23,6 @@ class EngineState:
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters of scheduler and cache."""
         scheduler, pool = self.engine.scheduler, self.engine.pool
         gauges = {
             "requests_running": ("sequences that have a slot in the engine's steps", len(scheduler.running)),
@@ -50,18 +50,13 @@ class Metrics:
         self.requests = Counter("nanoinfer_requests", "choices that have ended, by how", ["reason"], registry=registry)
         self.prompt_tokens = Counter("nanoinfer_prompt_tokens", "prompt tokens of ended choices", registry=registry)
         self.tokens = Counter("nanoinfer_generation_tokens", "tokens that ended choices generated", registry=registry)
-        self.ttft = Histogram(
-            "nanoinfer_time_to_first_token_seconds", metrics.DEFINITIONS["ttft"], buckets=SECONDS, registry=registry
-        )
-        self.itl = Histogram(
-            "nanoinfer_inter_token_latency_seconds", metrics.DEFINITIONS["itl"], buckets=GAPS, registry=registry
-        )
-        self.e2e = Histogram(
-            "nanoinfer_e2e_request_latency_seconds", metrics.DEFINITIONS["e2e"], buckets=SECONDS, registry=registry
+        names = {"ttft": "time_to_first_token", "itl": "inter_token_latency", "e2e": "e2e_request_latency"}
+        self.ttft, self.itl, self.e2e = (
+            Histogram(f"nanoinfer_{name}_seconds", metrics.DEFINITIONS[key], buckets=BUCKETS[key], registry=registry)
+            for key, name in names.items()
         )
 
     def note_first_token(self, request: Request) -> None:
-        """Observe its time to first token."""
         if (seconds := metrics.ttft(request.trace)) is not None:
             self.ttft.observe(seconds)
 
@@ -79,5 +74,4 @@ class Metrics:
             self.e2e.observe(seconds)
 
     def render(self) -> bytes:
-        """In Prometheus' format."""
         return generate_latest(self.registry)

@@ -17,27 +17,19 @@ BODY_S = 30.0  # in which a body must have arrived
 
 
 class LimitsMiddleware:
-    """ASGI middleware.
-
-    Args:
-        api_key: what ``Authorization: Bearer`` must hold; None admits all.
-        body_bytes: most bytes of a body.
-    """
+    """ASGI middleware. ``api_key`` is what ``Authorization: Bearer`` must hold; None admits all."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int) -> None:
         self.app, self.body_bytes = app, body_bytes
         self.expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        if (error := self._refusal(scope["path"], headers)) is not None:
+        elif error := self._refusal(scope["path"], dict(scope["headers"])):
             await to_response(error)(scope, receive, send)
-            return
-        await self.app(scope, self._limited(receive), send)
+        else:
+            await self.app(scope, self._limited(receive), send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
         # In constant time: how long a comparison takes must not tell how much of a guess is right.

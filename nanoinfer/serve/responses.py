@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoinfer.engines.request import FinishReason, Request, TokenLogprob
+from nanoinfer.engines.request import Request, TokenLogprob
 from nanoinfer.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -21,12 +21,7 @@ Usage = Mapping[str, Any]
 
 
 class ResponseFormat:
-    """How one endpoint writes an answer.
-
-    Args:
-        created: seconds since 1970.
-        tokenizer: for the texts of single tokens.
-    """
+    """How one endpoint writes an answer. ``created``: seconds since 1970."""
 
     kind: str
     kind_of_chunk: str
@@ -41,7 +36,6 @@ class ResponseFormat:
         return json.dumps({"id": self.id, "object": kind, "created": self.created, "model": self.model})
 
     def whole(self, requests: Sequence[Request], usage: Usage) -> dict[str, Any]:
-        """The answer as one object."""
         choices = [
             {
                 "index": index,
@@ -57,8 +51,8 @@ class ResponseFormat:
         self,
         index: int,
         text: str,
-        finish: FinishReason | None = None,
-        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+        logprobs: Mapping[str, Any] | None = None,
         usage: str = "",
     ) -> bytes:
         """The next piece of a choice. ``usage`` is put in as it is."""
@@ -117,7 +111,6 @@ class CompletionFormat(ResponseFormat):
         return f'"text": {json.dumps(text)}'
 
     def logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """Four lists, one item a token."""
         texts = [self.token(entry.token_id)[0] for entry in entries]
         offsets = []
         for text in texts:
@@ -138,7 +131,6 @@ class ChatFormat(ResponseFormat):
     prefix = "chatcmpl"
 
     def first(self, index: int) -> bytes:
-        """Opening chunk with the role."""
         delta = '"delta": {"role": "assistant", "content": ""}'
         choice = f'{{"index": {index}, {delta}, "logprobs": null, "finish_reason": null}}'
         return f'data: {self._head}, "choices": [{choice}]}}\n\n'.encode()
@@ -150,7 +142,6 @@ class ChatFormat(ResponseFormat):
         return f'"delta": {{"content": {json.dumps(text)}}}' if text else '"delta": {}'
 
     def logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """An object a token."""
         return {
             "content": [
                 self._entry(e.token_id, e.logprob) | {"top_logprobs": [self._entry(i, value) for i, value in e.top]}

@@ -23,11 +23,7 @@ LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]", "::1"]
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve a model until SIGTERM or Ctrl-C; then answer what is under way, for ``drain`` seconds at most.
-
-    Raises:
-        NanoinferError: the model cannot be had, or the port.
-    """
+    """Load and serve a model. Raises :class:`NanoinferError` where the model or the port cannot be had."""
     with listen(options.host, options.port) as listener:  # before the model is loaded: a taken port is known at once
         service = open_service(options)
         run_app(make_app(service, options.api_key), service.name, listener, options.host, options.drain)
@@ -60,24 +56,18 @@ def run_app(app: FastAPI, name: str, listener: socket.socket, host: str, drain_s
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     say(f"nanoinfer: serving {name} at http://{shown}:{address[1]}/v1 (Ctrl-C ends)")
+    drain = max(1, round(drain_s))
     config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-        server_header=False,
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain, server_header=False
     )
     with suppress(KeyboardInterrupt):  # all requests have been answered by then, and it only passes the signal on
         uvicorn.Server(config).run(sockets=[listener])
 
 
 def _is_local(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,7 +6,6 @@ ignore it silently would answer another question.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -25,20 +24,15 @@ def _only(*allowed: Any) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if value is not None and value not in allowed:
-            raise ValueError(f"this value is not served here; leave the field out{_or(allowed)}")
+            shown = " or ".join(repr(item) for item in allowed if item not in ([], {}, False))
+            raise ValueError(f"this value is not served here; leave the field out{shown and f' or give {shown}'}")
         return value
 
     return AfterValidator(check)
 
 
-def _or(allowed: tuple[Any, ...]) -> str:
-    shown = [repr(value) for value in allowed if value not in ([], {}, False)]
-    return f" or give {' or '.join(shown)}" if shown else ""
-
-
 def _stops(value: Any) -> list[str]:
-    """Nothing, a text or a list of them."""
-    texts = [] if value is None else [value] if isinstance(value, str) else value
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError("give a text or a list of texts")
     if len(texts) > 4 or "" in texts:
@@ -75,11 +69,6 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
-def _default(value: Any) -> Callable[[Any], Any]:
-    """null is the default, as in OpenAI's own API."""
-    return lambda item: value if item is None else item
-
-
 class Strict(BaseModel):
     """No value is turned into another type; what is not known is ignored."""
 
@@ -97,22 +86,33 @@ class GenerationRequest(Strict):
     """What both endpoints have in common. ``top_k`` to ``ignore_eos`` are not OpenAI's, but common."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1), BeforeValidator(_default(1))] = 1
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), BeforeValidator(_default(1.0))] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_default(1.0))] = 1.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), BeforeValidator(_default(0.0))] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), BeforeValidator(_default(0.0))] = 0.0
+    n: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     seed: Annotated[int | None, Field(ge=-SEED, lt=SEED)] = None
     stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str] | None)] = []
-    stream: Annotated[bool, BeforeValidator(_default(False))] = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31), BeforeValidator(_default(0))] = 0
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_default(0.0))] = 0.0
-    repetition_penalty: Annotated[
-        float, Field(ge=1e-3, le=1e3, allow_inf_nan=False), BeforeValidator(_default(1.0))
-    ] = 1.0
-    ignore_eos: Annotated[bool, BeforeValidator(_default(False))] = False
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] = 1.0
+    ignore_eos: bool = False
     logit_bias: Annotated[Any, _only({})] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, body: Any) -> Any:
+        """As in OpenAI's own API."""
+        if not isinstance(body, dict):
+            return body
+        fields = cls.model_fields
+        return {
+            key: item
+            for key, item in body.items()
+            if item is not None or key not in fields or fields[key].is_required()
+        }
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -121,7 +121,6 @@ class GenerationRequest(Strict):
         return self
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The settings of each of its choices."""
         top_k = max(self.top_k, 0)  # -1 is "off" in vLLM
         alike = self.model_dump(include=SAME_NAMES)
         return SamplingParams(max_tokens=max_tokens, top_k=top_k, stop=tuple(self.stop), logprobs=logprobs, **alike)
@@ -137,9 +136,9 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0), BeforeValidator(_default(16))] = 16  # OpenAI's default of old
+    max_tokens: Annotated[int, Field(ge=0)] = 16  # OpenAI's default of old
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
-    echo: Annotated[bool, BeforeValidator(_default(False))] = False
+    echo: bool = False
     best_of: Annotated[Any, _only(1)] = None
     suffix: Annotated[Any, _only("")] = None
 
@@ -167,7 +166,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    logprobs: Annotated[bool, BeforeValidator(_default(False))] = False
+    logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: Annotated[Any, _only({"type": "text"})] = None
     tools: Annotated[Any, _only([])] = None

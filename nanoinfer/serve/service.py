@@ -19,28 +19,16 @@ LONG_TEXT = 20_000  # characters: tokenizing more takes longer than other reques
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """ServerLimits of a server.
-
-    Args:
-        body_bytes: most of a request's body.
-        choices: most of a request: prompts times ``n``.
-        outstanding: most prompts that run or wait at a time; more are answered 429.
-        seconds: most that an answer may take.
-    """
+    """The most that a server takes on."""
 
     body_bytes: int = 2**20
-    choices: int = 16
-    outstanding: int = 256
-    seconds: float = 600.0
+    choices: int = 16  # of a request: prompts times n
+    outstanding: int = 256  # prompts that run or wait at a time; more are answered 429
+    seconds: float = 600.0  # that an answer may take
 
 
 class Service:
-    """One engine, shared by all requests.
-
-    Args:
-        engine: steps run in a thread of this service from now on.
-        name: of the model, as clients must write it.
-    """
+    """One engine, shared by all requests; its steps run in a thread. ``name`` is what clients call the model."""
 
     def __init__(self, engine: ContinuousEngine, name: str, limits: ServerLimits) -> None:
         self.engine, self.name, self.limits = engine, name, limits
@@ -49,14 +37,12 @@ class Service:
         self.async_engine = AsyncEngine(engine, limits.outstanding)
 
     def check_model(self, name: str | None) -> None:
-        """Raises :class:`APIError` for a model that is not the one here."""
         if name is not None and name != self.name:
             raise APIError(
                 404, f"there is no model '{name}' here; this server has '{self.name}'", "model", "model_not_found"
             )
 
     async def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt. Raises :class:`nanoinfer.errors.RequestError`."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(self.engine.encode, prompt)
         return self.engine.encode(prompt)
@@ -84,17 +70,11 @@ class Service:
         return context - n if max_tokens is None else max_tokens
 
     def check_choices(self, prompts: int, n: int) -> None:
-        """Raises :class:`APIError` for more choices than a request may have."""
         if prompts * n > self.limits.choices:
             raise APIError(400, f"{prompts} prompts times n = {n} is more than {self.limits.choices} choices", "n")
 
     async def start(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Answer:
-        """Queue the prompts of one request.
-
-        Raises:
-            RequestError: what can never be served.
-            QueueFull: no slot is free.
-        """
+        """Queue the prompts of one request. Raises :class:`QueueFull` where no slot is free, else as :meth:`submit`."""
         streams: list[Stream] = []
         try:
             for prompt, setting in zip(prompts, params, strict=True):
@@ -106,7 +86,6 @@ class Service:
         return Answer(streams, self.metrics, self.limits.seconds)
 
     def close(self) -> None:
-        """Stop the engine; what is under way ends as cancelled."""
         self.async_engine.close()
 
 
@@ -133,12 +112,7 @@ class Answer:
             stream.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events as they come.
-
-        Raises:
-            RequestError: the engine could not go on with a choice.
-            APIError: the time is up, or the server is closing.
-        """
+        """Raises :class:`APIError` when the time is up or the server closes, :class:`RequestError` as the engine."""
         seen = [False] * len(self.choices)
         try:
             async for choice, event in self._events():
@@ -147,11 +121,8 @@ class Answer:
                     self._metrics.note_first_token(self.choices[choice])
                 yield choice, event
             if any(request.finish_reason is None for request in self.choices):
-                raise (
-                    APIError(504, "the answer took too long")
-                    if self._is_late
-                    else APIError(503, "the server is closing")
-                )
+                late, closing = (504, "the answer took too long"), (503, "the server is closing")
+                raise APIError(*(late if self._is_late else closing))
         finally:
             self._timer.cancel()
             self.cancel()
@@ -183,15 +154,11 @@ class Answer:
                 pump.cancel()
 
     async def finished(self) -> None:
-        """Read to the end. Errors as in iterating."""
         async for _ in self:
             pass
 
     def usage(self, sent: int | None = None) -> dict[str, int | dict[str, int]]:
-        """Tokens of the prompts, each counted once whatever its ``n``, and of all choices.
-
-        ``sent``: generated tokens that the client has, where the engine may be ahead of it.
-        """
+        """Tokens of the prompts, each once whatever its ``n``, and of all choices; or those ``sent`` to the client."""
         prompt = sum(len(self.choices[choice].prompt_ids) for choice in self._first)
         new = sum(len(request.generated) for request in self.choices) if sent is None else sent
         cached = sum(self.choices[choice].trace.cached_tokens for choice in self._first)
