@@ -1,14 +1,13 @@
 """The page of a run or a sweep: one file, no script, nothing fetched, readable in light and in dark.
 
-Each figure follows the reader's colour scheme, its alternative text says what it shows, and its numbers stand under
-it. Names and errors come from servers, so the template escapes every word.
+Names and errors come from servers, so the template escapes every word.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -28,21 +27,15 @@ from nanoinfer.show.html import table
 from nanoinfer.show.text import Rows, format_number, ms
 
 SIZE: Final = (6.0, 3.6)  # inches of 96 CSS pixels: its text is still read at a phone's width
-#: Equal parts of the window in the figures over time.
-PARTS: Final = 20
+PARTS: Final = 20  # of the window, equal ones, in the figures over time
 #: Percentiles of a distribution that are drawn, and those in its table.
 DRAWN: Final = tuple(q / 2 for q in range(1, 200))
 IN_TABLE: Final = (10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0)
-#: From this ratio of the largest to the smallest value on, an axis is logarithmic.
-WIDE: Final = 10
+WIDE: Final = 10  # from this ratio of the largest to the smallest value on, an axis is logarithmic
 
 
 def run_page(run: Run, record: Mapping[str, Any]) -> str:
-    """The page of a run, with :func:`~nanoinfer.bench.summary.summarise`'s record.
-
-    Raises:
-        NanoinferError: traces whose clock ran backwards.
-    """
+    """The page of a run, with :func:`~nanoinfer.bench.summary.summarise`'s record."""
     requests = [_table(tables.rates(record), "Rates over the window")]
     requests += [_table(tables.requests(record), "How the requests ended")]
     if record["requests"]["attempted"] > record["requests"]["ok"]:
@@ -57,29 +50,30 @@ def run_page(run: Run, record: Mapping[str, Any]) -> str:
         ("The client itself", [_table(tables.client(record), "How late the load generator was, in milliseconds")]),
     ]
     return _page(
-        "nanoinfer bench: one run",
-        headline(record),
-        (record["beyond_budget"], record["notes"]),
-        sections,
-        _run_plots(run),
-        tables.definitions(record),
         record,
+        title="nanoinfer bench: one run",
+        lead=headline(record),
+        beyond=record["beyond_budget"],
+        notes=record["notes"],
+        sections=sections,
+        plots=list(_run_plots(run)),
+        definitions=list(tables.definitions(record)),
     )
 
 
 def sweep_page(record: Mapping[str, Any]) -> str:
     """The page of a sweep, from its record."""
     last = record["points"][-1]["summary"] if record["points"] else None
-    beyond = [f"At {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons]
     rules = [("knee", record["knee"]["definition"]), ("highest good level", record["highest_good"]["definition"])]
     return _page(
-        "nanoinfer bench: sweep",
-        tables.verdict(record),
-        (beyond, [*record["notes"], *([record["stopped"]] if record["stopped"] else [])]),
-        [("", [_table(tables.levels(record), "Level by level; times are medians in milliseconds")])],
-        _sweep_plots(record),
-        [] if last is None else [*rules, *tables.definitions(last)],
         last,
+        title="nanoinfer bench: sweep",
+        lead=tables.verdict(record),
+        beyond=[f"At {level}: {reason}" for level, reasons in record["beyond_budget"].items() for reason in reasons],
+        notes=[*record["notes"], *filter(None, [record["stopped"]])],
+        sections=[("", [_table(tables.levels(record), "Level by level; times are medians in milliseconds")])],
+        plots=list(_sweep_plots(record)),
+        definitions=[] if last is None else [*rules, *tables.definitions(last)],
     )
 
 
@@ -100,33 +94,14 @@ def headline(record: Mapping[str, Any]) -> str:
     return text
 
 
-def _page(
-    title: str,
-    lead: str,
-    warnings: tuple[Sequence[str], Sequence[str]],
-    sections: Sequence[tuple[str, Sequence[Markup]]],
-    plots: Iterable[Markup],
-    definitions: Iterable[tuple[str, str]],
-    record: Mapping[str, Any] | None,
-) -> str:
+def _page(record: Mapping[str, Any] | None, **parts: object) -> str:
     settings = {} if record is None else {"Settings": record["load"], "Provenance": record["provenance"]}
-    about = [Markup(table(("name", "value"), list(_flat(rows)), name).body) for name, rows in settings.items()]
+    about = [_table((("name", "value"), _flat(rows)), name) for name, rows in settings.items()]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.jinja").render(
-        title=title,
-        lead=lead,
-        beyond=warnings[0],
-        notes=warnings[1],
-        sections=sections,
-        plots=list(plots),
-        definitions=list(definitions),
-        about=about,
-        light=LIGHT,
-        dark=DARK,
-    )
+    return environment.get_template("report.html.jinja").render(about=about, light=LIGHT, dark=DARK, **parts)
 
 
 def _table(rows: Rows, caption: str) -> Markup:
@@ -146,31 +121,24 @@ def _plot(draw: Callable[[Axes], object], alt: str, caption: str, rows: Rows) ->
     return Markup(figure(draw, alt=alt, caption=caption, table=(rows[0], list(rows[1])), size=SIZE).body)
 
 
-# --- figures of a run -----------------------------------------------------------------
-
-
 def _run_plots(run: Run) -> Iterator[Markup]:
     """Distributions and what happened over time; a figure without numbers is left out."""
     good = [trace for trace in run.measured() if trace.status == "ok"]
-    groups = {
-        "Time to first token": {
-            "from schedule": metrics.collect(good, "ttft").values,
-            "from sending": metrics.collect(good, "ttft_service").values,
-        },
-        "Inter-token latency": {
-            "amortised, a token": [value for trace in good for value in metrics.itl_samples(trace)],
-            "between chunks": [value for trace in good for value in metrics.chunk_gaps(trace)],
-        },
-    }
-    for title, samples in groups.items():
-        if any(samples.values()):
-            yield _distribution(title, {name: sorted(values) for name, values in samples.items() if values})
+    ttft = [metrics.collect(good, name).values for name in ("ttft", "ttft_service")]
+    gaps = [[gap for trace in good for gap in gaps_of(trace)] for gaps_of in (metrics.itl_samples, metrics.chunk_gaps)]
+    for title, names, samples in (
+        ("Time to first token", ("from schedule", "from sending"), ttft),
+        ("Inter-token latency", ("amortised, a token", "between chunks"), gaps),
+    ):
+        if ordered := {name: sorted(values) for name, values in zip(names, samples, strict=True) if values}:
+            yield _distribution(title, ordered)
     if run.traces and run.end > run.start:
         yield from _over_time(run)
 
 
-def _legend(axes: Axes) -> None:
-    """Above the drawing, where it hides nothing."""
+def _finish(axes: Axes, xlabel: str, ylabel: str, **limits: tuple[float, float]) -> None:
+    """Name the axes; the legend stands above the drawing, where it hides nothing."""
+    axes.set(xlabel=xlabel, ylabel=ylabel, **limits)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
@@ -192,8 +160,7 @@ def _distribution(title: str, ordered: Mapping[str, Sequence[float]]) -> Markup:
         low, high = min(values[0] for values in ordered.values()), max(values[-1] for values in ordered.values())
         if 0 < WIDE * low < high:
             _logarithmic(axes, "x")
-        axes.set(xlabel=f"{title}, ms", ylabel="% of samples at or below")
-        _legend(axes)
+        _finish(axes, f"{title}, ms", "% of samples at or below")
 
     rows = [(f"p{q:g}", *(ms(sorted_percentile(values, q)) for values in ordered.values())) for q in IN_TABLE]
     counts = ", ".join(f"{name} n={len(values):,}" for name, values in ordered.items())
@@ -209,17 +176,15 @@ def _distribution(title: str, ordered: Mapping[str, Sequence[float]]) -> Markup:
 
 def _over_time(run: Run) -> Iterator[Markup]:
     part = (run.end - run.start) / PARTS
-    edges = [run.start + i * part for i in range(PARTS)] + [run.end]
-    spans = list(pairwise(edges))
+    spans = list(pairwise([*(run.start + i * part for i in range(PARTS)), run.end]))
     tokens = [0] * PARTS
     for trace in run.traces:
         for t, n in trace.token_chunks:
             if run.start <= t < run.end:
                 tokens[min(int((t - run.start) / part), PARTS - 1)] += n
-    rates = [n / part for n in tokens]
-    flight = [metrics.mean_concurrency(run.traces, a, b) for a, b in spans]
     starts = [a - run.start for a, _ in spans]
-    yield _bars("Output tokens per second", "tok/s", starts, part, rates)
+    flight = [metrics.mean_concurrency(run.traces, a, b) for a, b in spans]
+    yield _bars("Output tokens per second", "tok/s", starts, part, [n / part for n in tokens])
     yield _bars("Requests in flight", "requests in flight, mean", starts, part, flight)
     yield from _first_tokens(run, spans, part)
 
@@ -230,8 +195,7 @@ def _bars(title: str, unit: str, starts: Sequence[float], part: float, values: S
     def draw(axes: Axes) -> None:
         axes.stairs(values, [*starts, starts[-1] + part], baseline=None, color="C0", linewidth=2.2)
         axes.axhline(mean, color="C1", linestyle="--", label=f"mean {format_number(mean)}")
-        axes.set(xlabel="seconds since the window began", ylabel=unit, ylim=(0, best * 1.1 or 1))
-        _legend(axes)
+        _finish(axes, "seconds since the window began", unit, ylim=(0, best * 1.1 or 1))
 
     rows = [
         (f"{start:.4g} to {start + part:.4g}", format_number(value))
@@ -247,7 +211,7 @@ def _bars(title: str, unit: str, starts: Sequence[float], part: float, values: S
 def _first_tokens(run: Run, spans: Sequence[tuple[float, float]], part: float) -> Iterator[Markup]:
     """TTFT by when the request was due: a line that climbs is a queue that grows."""
     rows: list[tuple[str, ...]] = []
-    lines: dict[str, list[float]] = {"at": [], "median": [], "worst": []}
+    points: list[tuple[float, float, float]] = []
     for low, high in spans:
         due = [trace for trace in run.traces if low <= trace.t_scheduled < high]
         ttft = metrics.collect(due, "ttft")
@@ -255,41 +219,35 @@ def _first_tokens(run: Run, spans: Sequence[tuple[float, float]], part: float) -
         span = f"{low - run.start:.4g} to {high - run.start:.4g}"
         rows.append((span, f"{len(ttft.values):,}", f"{ttft.failed:,}", ms(middle), ms(worst)))
         if middle is not None and worst is not None:
-            lines["at"].append((low + high) / 2 - run.start)
-            lines["median"].append(1e3 * middle)
-            lines["worst"].append(1e3 * worst)
-    if not lines["at"]:
+            points.append(((low + high) / 2 - run.start, 1e3 * middle, 1e3 * worst))
+    if not points:
         return
+    at, medians, worsts = zip(*points, strict=True)
 
     def draw(axes: Axes) -> None:
-        axes.plot(lines["at"], lines["median"], "o-", color="C0", label="median")
-        axes.plot(lines["at"], lines["worst"], "s--", color="C1", label="worst")
-        top = 1.1 * max(lines["worst"]) or 1.0
-        axes.set(xlabel="seconds since the window began, when due", ylabel="TTFT, ms", ylim=(0, top))
-        _legend(axes)
+        axes.plot(at, medians, "o-", color="C0", label="median")
+        axes.plot(at, worsts, "s--", color="C1", label="worst")
+        top = 1.1 * max(worsts) or 1.0
+        _finish(axes, "seconds since the window began, when due", "TTFT, ms", ylim=(0, top))
 
-    first, last = lines["median"][0], lines["median"][-1]
     yield _plot(
         draw,
         f"Time to first token by when the request was due, in parts of {format_number(part)} s: the median is "
-        f"{format_number(first)} ms in the first part with requests and {format_number(last)} ms in the last.",
+        f"{format_number(medians[0])} ms in the first part with requests and {format_number(medians[-1])} ms in "
+        "the last.",
         "Time to first token over the window: a line that climbs is a queue that grows",
         (("due, seconds", "n", "failed", "median ms", "worst ms"), rows),
     )
-
-
-# --- figures of a sweep ---------------------------------------------------------------
 
 
 def _sweep_plots(record: Mapping[str, Any]) -> Iterator[Markup]:
     """The frontier, and goodput where there are limits."""
     points = [p for p in record["points"] if p["summary"]["latency"]["e2e"]["n"]]
     points = [p for p in points if p["summary"]["rates"]["output_tok_s"]["value"] is not None]
-    if not points:
-        return
-    yield _frontier(record, points)
-    if record["slo_s"] and (judged := [p for p in points if p["summary"]["goodput"]["share"] is not None]):
-        yield _goodput(record, judged)
+    if points:
+        yield _frontier(record, points)
+        if record["slo_s"] and (judged := [p for p in points if p["summary"]["goodput"]["share"] is not None]):
+            yield _goodput(record, judged)
 
 
 def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Markup:
@@ -310,9 +268,8 @@ def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
             if point["level"] == knee:
                 axes.axvline(rate, color="C5", linestyle=":", label=f"knee: {knee:g} {unit}")
         _logarithmic(axes, "y")
-        axes.set(xlabel="output tokens/s", ylabel="ms")
         axes.margins(y=0.15)
-        _legend(axes)
+        _finish(axes, "output tokens/s", "ms")
 
     rows = [
         (f"{p['level']:g}", format_number(rate, 4), *(ms(values[i]) for values in lines.values()))
@@ -329,21 +286,20 @@ def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
 
 def _goodput(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Markup:
     levels, unit, needed = [p["level"] for p in points], record["unit"], 100 * record["needed_share"]
-    shares = [100 * p["summary"]["goodput"]["share"] for p in points]
-    intervals = [p["summary"]["goodput"]["interval"] for p in points]
-    rates = [p["summary"]["goodput"]["requests_s"] for p in points]
+    goodputs = [p["summary"]["goodput"] for p in points]
+    shares = [100 * goodput["share"] for goodput in goodputs]
+    lows, highs = ([100 * goodput["interval"][i] for goodput in goodputs] for i in (0, 1))
 
     def draw(axes: Axes) -> None:
-        below = [max(0.0, share - 100 * low) for share, (low, _) in zip(shares, intervals, strict=True)]
-        above = [max(0.0, 100 * high - share) for share, (_, high) in zip(shares, intervals, strict=True)]
+        below = [max(0.0, share - low) for share, low in zip(shares, lows, strict=True)]
+        above = [max(0.0, high - share) for share, high in zip(shares, highs, strict=True)]
         axes.errorbar(levels, shares, yerr=[below, above], fmt="o-", color="C0", capsize=4, label="95% interval")
         axes.axhline(needed, color="C1", linestyle="--", label=f"needed: {needed:g}%")
-        axes.set(xlabel=unit, ylabel="% of requests that were good", ylim=(0, 105))
-        _legend(axes)
+        _finish(axes, unit, "% of requests that were good", ylim=(0, 105))
 
     rows = [
-        (f"{level:g}", f"{share:.1f}%", f"{100 * low:.1f} to {100 * high:.1f}%", format_number(rate))
-        for level, share, (low, high), rate in zip(levels, shares, intervals, rates, strict=True)
+        (f"{level:g}", f"{share:.1f}%", f"{low:.1f} to {high:.1f}%", format_number(goodput["requests_s"]))
+        for level, share, low, high, goodput in zip(levels, shares, lows, highs, goodputs, strict=True)
     ]
     alt = (
         f"Share of requests that met the SLO at each level: {shares[0]:.1f}% at {levels[0]:g} {unit}, "
