@@ -29,26 +29,20 @@ from nanoinfer.sampling.params import SamplingParams
 
 
 class SteppableEngine(Protocol):
-    """What an :class:`AsyncEngine` needs of an engine. All but :meth:`step` may be called while a step is run."""
+    """What of :class:`ContinuousEngine` is needed here. All but :meth:`step` may be called while a step is run."""
 
     @property
-    def busy(self) -> bool:
-        """Whether there is anything left to do."""
+    def busy(self) -> bool: ...
 
-    def admit(self, prompts: list[Prompt], params: SamplingParams | None) -> list[Request]:
-        """Requests, checked. Raises :class:`RequestError`."""
+    def admit(self, prompts: list[Prompt], params: SamplingParams | None) -> list[Request]: ...
 
-    def add(self, samples: list[Request], deliver: Deliver) -> None:
-        """Queue the samples of one prompt; each is delivered exactly one last item."""
+    def add(self, samples: list[Request], deliver: Deliver) -> None: ...
 
-    def cancel(self, request: Request) -> None:
-        """Drop a request; one that has ended is left alone."""
+    def cancel(self, request: Request) -> None: ...
 
-    def cancel_all(self) -> None:
-        """Drop every request."""
+    def cancel_all(self) -> None: ...
 
-    def step(self) -> None:
-        """One step, delivering events. If it raises, every request has been delivered the error."""
+    def step(self) -> None: ...
 
 
 class QueueFull(RequestError):
@@ -67,11 +61,7 @@ class Mailbox:
 
 
 class LoopBinding:
-    """The event loop in which an engine's callers are: their slots, and the way there for what the steps bring.
-
-    Args:
-        slots: prompts that run or wait at a time.
-    """
+    """The event loop of an engine's callers: a slot for each prompt, and the way there for what the steps bring."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
         self.loop, self.slots = loop, asyncio.Semaphore(slots)
@@ -104,16 +94,12 @@ class LoopBinding:
 class Stream(AsyncIterator[Event]):
     """The events of one prompt, as they come. ``completions`` once it is exhausted.
 
-    Events wait here until they are read. There are never more than the request has tokens, so a slow
-    reader costs little memory and holds up no other request.
+    Events wait here until they are read, never more than the request has tokens: a slow reader holds up no other.
     """
 
-    def __init__(
-        self, engine: SteppableEngine, requests: list[Request], mailbox: Mailbox, binding: LoopBinding
-    ) -> None:
-        self.requests = requests
+    def __init__(self, engine: SteppableEngine, requests: list[Request], mailbox: Mailbox, loop: LoopBinding) -> None:
+        self.requests, self._mailbox, self._loop = requests, mailbox, loop
         self._unread = len(requests)  # last items
-        self._mailbox, self._binding = mailbox, binding
         self._drop = weakref.finalize(self, _cancel_requests, engine, requests)
         self._drop.atexit = False
 
@@ -130,7 +116,7 @@ class Stream(AsyncIterator[Event]):
     def cancel(self) -> None:
         """End it now; iteration stops after the events that are there. Safe from any thread, and twice."""
         self._drop()
-        self._binding.call(self._mailbox.events.put_nowait, RequestCancelled())  # not only after a step that is run
+        self._loop.call(self._mailbox.events.put_nowait, RequestCancelled())  # not only after a step that is run
 
     @property
     def completions(self) -> list[Completion]:
@@ -153,11 +139,7 @@ def _cancel_requests(engine: SteppableEngine, requests: list[Request]) -> None:
 
 
 class AsyncEngine:
-    """Runs an engine's steps in a thread of its own, for callers in one event loop.
-
-    Args:
-        max_outstanding: prompts that run or wait at a time.
-    """
+    """Runs an engine's steps in a thread of its own, for at most ``max_outstanding`` prompts of one event loop."""
 
     def __init__(self, engine: SteppableEngine, max_outstanding: int = 256) -> None:
         check("max_outstanding", max_outstanding, at_least=1, whole=True)
@@ -176,16 +158,18 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, wait: bool = True) -> Stream:
-        """Queue one prompt, once there is a free slot: in the order of the calls.
+        """Queue one prompt, once there is a free slot, in the order of the calls.
 
-        Args:
-            wait: for a slot; else raise :class:`QueueFull` where there is none.
-
-        Raises:
-            RequestError: what can never be served, at once; or the engine was closed.
+        Raises :class:`QueueFull` where no slot is free and ``wait`` is false, and :class:`RequestError` for what can
+        never be served and after the engine was closed.
         """
         requests = self.engine.admit([prompt], params)
-        binding = self._bind()
+        loop = asyncio.get_running_loop()
+        if self._binding is None or self._binding.loop.is_closed():
+            self._binding = LoopBinding(loop, self.max_outstanding)
+        binding = self._binding
+        if binding.loop is not loop:
+            raise RequestError("this engine has callers in another event loop: use one loop, or close() it first")
         if not wait and binding.slots.locked():
             raise QueueFull(f"{self.max_outstanding} requests are under way, and no more are taken; try again later")
         await binding.slots.acquire()
@@ -202,14 +186,6 @@ class AsyncEngine:
                 self.engine.add(requests, deliver)
         self._wake.set()
         return Stream(self.engine, requests, mailbox, binding)
-
-    def _bind(self) -> LoopBinding:
-        loop = asyncio.get_running_loop()
-        if self._binding is None or self._binding.loop.is_closed():
-            self._binding = LoopBinding(loop, self.max_outstanding)
-        if self._binding.loop is not loop:
-            raise RequestError("this engine has callers in another event loop: use one loop, or close() it first")
-        return self._binding
 
     def close(self) -> None:
         """Stop; what is under way ends as cancelled. Returns once the thread has ended."""

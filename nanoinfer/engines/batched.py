@@ -22,32 +22,22 @@ from nanoinfer.models.registry import LoadedModel
 class Waste:
     """What passes over static batches computed and held, and how much of it was for nothing.
 
-    Args:
-        prefill_slots: ``B * T``, summed over the passes that take whole rows.
-        prefill_padding: those of them that were padding.
-        decode_rows: rows of the passes that take one token a row.
-        decode_ended: those of them whose request had ended.
-        kv_held: slots of the cache, ``B`` times its capacity, once for each pass.
-        kv_live: those of them that held a token of a running request after the pass.
-
     A batch that crops recomputes the rows that still run: such a pass takes whole rows, and finds nothing live.
     """
 
-    prefill_slots: int = 0
-    prefill_padding: int = 0
-    decode_rows: int = 0
-    decode_ended: int = 0
-    kv_held: int = 0
-    kv_live: int = 0
+    prefill_slots: int = 0  # B * T, summed over the passes that take whole rows
+    prefill_padding: int = 0  # those of them that were padding
+    decode_rows: int = 0  # rows of the passes that take one token a row
+    decode_ended: int = 0  # those of them whose request had ended
+    kv_held: int = 0  # slots of the cache, B times its capacity, once for each pass
+    kv_live: int = 0  # those of them that held a token of a running request after the pass
 
     @property
     def padding_share(self) -> float:
-        """``prefill_padding / prefill_slots``, 0 to 1."""
         return self.prefill_padding / max(1, self.prefill_slots)
 
     @property
     def ended_share(self) -> float:
-        """``decode_ended / decode_rows``, 0 to 1."""
         return self.decode_ended / max(1, self.decode_rows)
 
     @property
@@ -56,7 +46,6 @@ class Waste:
         return 1 - self.kv_live / self.kv_held if self.kv_held else 0.0
 
     def __add__(self, other: Waste) -> Waste:
-        """Both together."""
         return Waste(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -81,7 +70,6 @@ class BatchedEngine(CachedEngine):
             yield from super().run(requests[first : first + self.batch_size])
 
     def start(self, requests: list[Request]) -> Forward:
-        """Allocate the cache of one batch; every pass is counted."""
         return CountedBatch(self, requests)
 
 
@@ -94,18 +82,15 @@ class CountedBatch(CachedBatch):
         self.kv_slots = len(requests) * self.cache.capacity
 
     def recompute(self, running: list[Request]) -> Tensor:
-        """As for any batch; nothing in the cache is live."""
         self._count_whole_rows([min(r.length, self.config.context) for r in running], kv_live=0)
         return super().recompute(running)
 
     def prefill(self) -> Tensor:
-        """As for any batch; every token of the prompts is live."""
         lengths = [r.length for r in self.requests]
         self._count_whole_rows(lengths, kv_live=sum(lengths))
         return super().prefill()
 
     def decode(self) -> Tensor:
-        """As for any batch; rows that have ended are computed for nothing."""
         live = [r.length for r in self.requests if r.finish_reason is None]
         rows = len(self.requests)
         self.engine.waste += Waste(

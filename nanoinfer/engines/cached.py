@@ -22,7 +22,6 @@ class CachedEngine(StaticEngine):
     name = "cached"
 
     def start(self, requests: list[Request]) -> Forward:
-        """Allocate the cache of one batch."""
         return CachedBatch(self, requests)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import psutil
@@ -21,15 +22,7 @@ from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache, PagedStep
 from nanoinfer.engines.async_engine import AsyncEngine, Stream
 from nanoinfer.engines.engine import Engine, NonFiniteLogits, Prompt
-from nanoinfer.engines.request import (
-    Deliver,
-    Event,
-    Request,
-    RequestCancelled,
-    group_by_prompt,
-    is_last,
-    unwrap,
-)
+from nanoinfer.engines.request import Deliver, Event, Request, RequestCancelled, is_last, unwrap
 from nanoinfer.engines.scheduler import Chunk, Scheduler, SequenceState, StepPlan
 from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
@@ -65,10 +58,6 @@ class ContinuousEngine(Engine):
             GPU; never more than a quarter of a CPU's free memory nor than ``max_running`` full contexts.
         share_prefixes: texts that begin alike share the blocks of their beginning, from call to call.
         speed: what steps may use besides the plain model.
-
-    Raises:
-        RequestError: sizes that make no engine.
-        DeviceError: a speed that this machine or dtype does not have.
     """
 
     name = "continuous"
@@ -125,7 +114,6 @@ class ContinuousEngine(Engine):
         self._do(partial(self._drop, lambda sample: sample.request is request))
 
     def cancel_all(self) -> None:
-        """Drop every request."""
         self._do(partial(self._drop, lambda sample: True))
 
     @property
@@ -138,8 +126,8 @@ class ContinuousEngine(Engine):
         arrived: deque[Event | RequestError] = deque()
         unfinished = len(requests)
         try:
-            for samples in group_by_prompt(requests):
-                self.add(samples, arrived.append)
+            for _, samples in groupby(requests, lambda request: request.index - request.sample):  # by prompt
+                self.add(list(samples), arrived.append)
             while unfinished:
                 if not arrived:  # nor has a step of another thread brought anything
                     self.step()

@@ -65,13 +65,8 @@ class Engine(ABC):
     def stream(self, prompts: Prompts, params: Settings = None) -> Generation:
         """Generate step by step: iterate over :class:`Event`; ``completions`` when it is exhausted.
 
-        Args:
-            prompts: one text, one list of token ids, or a list of those.
-            params: one for all, or one each; None is greedy with the defaults. A prompt with ``n`` above 1
-                has ``n`` results, one after the other.
-
-        Raises:
-            RequestError: before any work, for a prompt or setting that cannot be served.
+        A prompt with ``n`` above 1 has ``n`` results, one after the other. Raises :class:`RequestError`, before any
+        work, for a prompt or setting that cannot be served.
         """
         return Generation(self, self.admit(prompts, params))
 
@@ -103,17 +98,10 @@ class Engine(ABC):
             check_prompt(ids, setting, context, self.config.vocab_size)
             for number in range(setting.n):
                 trace = Trace(t_scheduled=scheduled, t_sent=scheduled, prompt_tokens=len(ids))
-                seed = None if setting.seed is None else _seed_of_sample(setting.seed, number)
-                request = Request(
-                    len(requests),
-                    ids,
-                    replace(setting, seed=seed),
-                    self.tokenizer,
-                    self.loaded.eos_ids,
-                    context,
-                    trace,
-                    number,
-                )
+                # A seed of its own for each sample, within 64 bits.
+                seed = None if setting.seed is None else (setting.seed + number + 2**63) % 2**64 - 2**63
+                own, eos_ids = replace(setting, seed=seed), self.loaded.eos_ids
+                request = Request(len(requests), ids, own, self.tokenizer, eos_ids, context, trace, number)
                 self.refuse(request)
                 requests.append(request)
         return requests
@@ -133,11 +121,7 @@ class Engine(ABC):
         return self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
 
     def choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
-        """One token for each request, from its row of logits ``[R, V]``; with its log-probability if that is wanted.
-
-        Raises:
-            NonFiniteLogits: before any token is drawn.
-        """
+        """A token for each row of ``[R, V]``, with its log-probability if wanted; draws none from non-finite logits."""
         check_finite(logits)
         tokens = sample(logits, [r.sampler for r in requests])
         note_logprobs(logits, tokens, requests)
@@ -159,7 +143,6 @@ class Generation(Iterator[Event]):
         return next(self._events)
 
     def close(self) -> None:
-        """Stop now; unfinished requests end as cancelled."""
         self._events.close()
         for request in self.requests:
             request.abandon("cancelled", now())
@@ -227,11 +210,6 @@ def note_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request]) -
 
 
 # --- prompts --------------------------------------------------------------------------
-
-
-def _seed_of_sample(seed: int, sample: int) -> int:
-    """The seed of a prompt's n-th sample, within 64 bits."""
-    return (seed + sample + 2**63) % 2**64 - 2**63
 
 
 def _as_list(prompts: Prompts) -> list[Prompt]:

@@ -80,26 +80,23 @@ def load(
         seed: of the weights, for ``random:`` models.
         options: the engine's own, such as ``batch_size`` of ``batched`` or ``max_running`` of ``continuous``.
 
-    Raises:
-        NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
+    Raises :class:`NanoinferError`: one line that names what is unknown, missing or damaged, and the way out.
     """
     is_auto = engine == "auto" and "speed" not in options
     engine = "continuous" if engine == "auto" else engine
     if engine not in ENGINES:
         raise RequestError(f"unknown engine '{engine}'; {nearest(str(engine), [*ENGINES, 'auto'])}")
     known = list(inspect.signature(ENGINES[engine]).parameters)[1:]
-    for option in options:
-        if option not in known:
-            raise RequestError(
-                f"engine '{engine}' has no option '{option}'; {nearest(option, known) if known else 'it has none'}"
-            )
+    for option in [name for name in options if name not in known]:
+        hint = nearest(option, known) if known else "it has none"
+        raise RequestError(f"engine '{engine}' has no option '{option}'; {hint}")
     result: Future[Engine] = Future()
 
     def make() -> None:
         try:
-            loaded = (
-                model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype, seed=seed)
-            )
+            loaded = model
+            if not isinstance(loaded, LoadedModel):
+                loaded = load_model(loaded, device=device, dtype=dtype, seed=seed)
             speed = {"speed": fastest(loaded)} if is_auto else {}
             result.set_result(ENGINES[engine](loaded, **options, **speed))
         except BaseException as error:
@@ -127,15 +124,12 @@ def fastest(loaded: LoadedModel) -> Optimizations:
     weight = next(loaded.model.parameters())
     code = (Path(package.__path__[0]) for package in (optimize, engines, cache, models))
     path = cache_file("auto", [loaded.source, weight.dtype, weight.device, *machine_key()], code)
-    return cached(
-        path, measure, lambda text: Optimizations(**json.loads(text)), lambda speed: json.dumps(asdict(speed))
-    )
+    return cached(path, measure, lambda text: Optimizations(**json.loads(text)), lambda best: json.dumps(asdict(best)))
 
 
 def candidates(loaded: LoadedModel) -> dict[str, Optimizations]:
     """What there is to try on this model's device, by name."""
-    device = next(loaded.model.parameters()).device.type
-    return CANDIDATES.get(device, {"plain": PLAIN})
+    return CANDIDATES.get(next(loaded.model.parameters()).device.type, {"plain": PLAIN})
 
 
 def trial(loaded: LoadedModel) -> dict[str, float]:
@@ -149,8 +143,7 @@ def trial(loaded: LoadedModel) -> dict[str, float]:
                 tried[name] = ContinuousEngine(
                     loaded, max_running=1, cache_tokens=tokens, share_prefixes=False, speed=speed
                 )
-    seconds: dict[str, list[float]] = {name: [] for name in tried}
-    started = now()
+    seconds, started = {name: list[float]() for name in tried}, now()
     for round_ in range(ROUNDS):
         for name, engine in tried.items():
             before = now()
@@ -165,8 +158,6 @@ def has_memory(loaded: LoadedModel, speed: Optimizations) -> bool:
     """Whether the copies of the weights that these optimizations make fit next to the model."""
     copies = speed.kernel + (speed.fuse or speed.pack)
     weight = next(loaded.model.parameters())
-    if weight.device.type == "cuda":
-        free = torch.cuda.mem_get_info(weight.device)[0]
-    else:
-        free = psutil.virtual_memory().available
+    is_cuda = weight.device.type == "cuda"
+    free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else psutil.virtual_memory().available
     return copies * sum(p.nbytes for p in loaded.model.parameters()) < free // 2

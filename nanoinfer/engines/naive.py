@@ -64,5 +64,4 @@ class NaiveEngine(StaticEngine):
     name = "naive"
 
     def start(self, requests: list[Request]) -> Forward:
-        """Nothing to prepare."""
         return lambda running: recompute(self.model, [r.ids for r in running], self.device)

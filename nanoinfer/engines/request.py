@@ -34,17 +34,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Event:
-    """A token came, or a request ended, or both.
-
-    ``text`` is what may be shown now; it can be empty (half a character, a possible stop
-    string) and can hold text of earlier tokens. ``time`` is monotonic, in seconds.
-    """
+    """A token came, or a request ended, or both."""
 
     request: int
     token_id: int | None
-    text: str
+    text: str  # to show now: can be empty (half a character, a possible stop string), or hold that of earlier tokens
     finish_reason: FinishReason | None
-    time: float
+    time: float  # monotonic, in seconds
 
 
 #: Receives a request's events, or the error that ended it. Each request has exactly one last item.
@@ -104,17 +100,14 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
-        """Ids generated so far."""
         return self.sampler.generated
 
     @property
     def ids(self) -> list[int]:
-        """Prompt and generated ids."""
         return [*self.prompt_ids, *self.generated]
 
     @property
     def length(self) -> int:
-        """Tokens in ``ids``."""
         return len(self.prompt_ids) + len(self.generated)
 
     @property
@@ -167,28 +160,12 @@ class Request:
             raise RequestError(
                 f"request {self.index} {ended or 'has not finished: iterate over its stream to the end'}"
             )
-        logprobs = None if self.params.logprobs is None else self.logprobs
-        return Completion(
-            self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logprobs
-        )
-
-
-def group_by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
-    """The samples of each prompt together."""
-    groups: list[list[Request]] = []
-    for request in requests:
-        if request.sample == 0 or not groups:
-            groups.append([])
-        groups[-1].append(request)
-    return groups
+        logs = None if self.params.logprobs is None else self.logprobs
+        return Completion(self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logs)
 
 
 def check_prompt(ids: Sequence[int], params: SamplingParams, context: int, vocab_size: int) -> None:
-    """Refuse, before any work, a prompt that cannot be served.
-
-    Raises:
-        RequestError: an empty prompt, an id outside the vocabulary, or no room in the context.
-    """
+    """Raise :class:`RequestError` for an empty prompt, an id outside the vocabulary, or no room in the context."""
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
     if (low := min(ids)) < 0 or max(ids) >= vocab_size:

@@ -20,30 +20,18 @@ from nanoinfer.errors import RequestError
 
 @dataclass(eq=False)
 class SequenceState:
-    """One text as the scheduler sees it.
+    """One text as the scheduler sees it."""
 
-    Args:
-        tokens: the prompt, then what was generated; the caller appends to it. The newest one is not in the cache yet.
-        limit: the most tokens that the cache will have to hold for it.
-        samples: one item for each sample that will go on from the prompt, whatever the caller wants to find there;
-            each takes a slot among the running sequences.
-        arrival: rank in the queue, given by :meth:`Scheduler.add`, and number of the sample.
-        table: its blocks while it runs; None while it waits.
-        cached_tokens: tokens that it found in the cache when it last started.
-        preemptions: how often it had to give its blocks back.
-    """
-
-    tokens: list[int]
-    limit: int
-    samples: list[Any] = field(default_factory=lambda: [None])
-    arrival: tuple[int, int] = (0, 0)
-    table: BlockTable | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
+    tokens: list[int]  # prompt and generated; the caller appends to it. The newest one is not in the cache yet
+    limit: int  # most tokens that the cache will have to hold for it
+    samples: list[Any] = field(default_factory=lambda: [None])  # the caller's, that go on from the prompt: a slot each
+    arrival: tuple[int, int] = (0, 0)  # rank in the queue, given by Scheduler.add, and number of the sample
+    table: BlockTable | None = None  # its blocks while it runs
+    cached_tokens: int = 0  # found in the cache when it last started
+    preemptions: int = 0  # how often it had to give its blocks back
 
     @property
     def n_samples(self) -> int:
-        """Slots that it takes."""
         return len(self.samples)
 
     @property
@@ -75,7 +63,6 @@ class StepPlan:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that go through the model."""
         return sum(chunk.n for chunk in self.chunks)
 
 
@@ -130,16 +117,14 @@ class Scheduler:
         assert sequence.table is not None
         first, *others = sequence.samples
         sequence.samples = [first]
-        forks = [
-            replace(
-                sequence,
-                tokens=list(sequence.tokens),
-                samples=[sample],
-                arrival=(sequence.arrival[0], number),
-                table=self.pool.fork(sequence.table),
+        forks = []
+        for number, sample in enumerate(others, start=1):
+            tokens, table, arrival = (
+                list(sequence.tokens),
+                self.pool.fork(sequence.table),
+                (sequence.arrival[0], number),
             )
-            for number, sample in enumerate(others, start=1)
-        ]
+            forks.append(replace(sequence, tokens=tokens, samples=[sample], arrival=arrival, table=table))
         index = self.running.index(sequence) + 1
         self.running[index:index] = forks
         return [sequence, *forks]
@@ -221,7 +206,6 @@ class Scheduler:
 
     @property
     def tables(self) -> Iterator[BlockTable]:
-        """The tables of all running sequences."""
         return (s.table for s in self.running if s.table is not None)
 
     @property

@@ -1,15 +1,9 @@
 """Speculative decoding: guess a few tokens cheaply, then let the model check all of them in one pass.
 
-A decode step of one row reads every weight to make one token. A pass over a few tokens reads them once as well, and
-takes hardly longer. So a pass gets the newest token and a draft of what may follow it. Its logits say what should have
-come at each place: the draft is accepted as far as it agrees, and the first token that does not is replaced.
-
-What comes out is distributed as if nothing had been drafted. A token x was drawn from q, and should have been drawn
-from p. Accept it with probability min(1, p(x) / q(x)): so min(p, q) of every token comes out this way. What p has
-beyond that is max(p - q, 0), and a token that is not accepted is drawn again from it. A draft without randomness has
-a q of one single token. Then the rule needs no q at all: draw from p as ever, and call x accepted where it is what was
-drawn. That happens with probability p(x), and anything else follows p without x. Sources: Leviathan et al., "Fast
-Inference from Transformers via Speculative Decoding" (2023); Chen et al., "Accelerating Large Language Model Decoding
+What comes out is distributed as if nothing had been drafted. A token x drawn from q, to be drawn from p, is accepted
+with probability min(1, p(x) / q(x)); else another is drawn from max(p - q, 0). A draft without randomness needs no q:
+draw from p, and accept x where it is what was drawn. Sources: Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding" (2023); Chen et al., "Accelerating Large Language Model Decoding
 with Speculative Sampling" (2023).
 """
 
@@ -101,9 +95,7 @@ class PromptLookup:
 class ModelDraft:
     """A smaller model's own continuation: its best tokens where the request is greedy, else tokens that it draws.
 
-    Args:
-        model: of the same vocabulary, on the same device.
-        capacity: tokens that the text can grow to. Where the model's own context ends, so do its drafts.
+    The text can grow to ``capacity`` tokens; where the model's own context ends, so do its drafts.
     """
 
     def __init__(self, model: GPT2 | Llama, capacity: int) -> None:
@@ -147,12 +139,8 @@ class ModelDraft:
 def verify_draft(logits: Tensor, draft: Draft, state: SamplerState) -> list[int]:
     """The draft as far as it is accepted, and the token after that: 1 to n + 1 of them.
 
-    Args:
-        logits: of the model, ``[n + 1, V]``: before each of the draft's ``n`` tokens, and after the last one.
-        state: of the request; its random numbers are drawn, its history is left alone.
-
-    Raises:
-        NonFiniteLogits: before anything is drawn.
+    The ``logits`` ``[n + 1, V]`` stand before each of the draft's tokens and after the last one. Random numbers of
+    ``state`` are drawn (none from non-finite logits); its history is left alone.
     """
     check_finite(logits)
     fork, tokens = fork_state(state), list[int]()
@@ -170,13 +158,9 @@ def verify_draft(logits: Tensor, draft: Draft, state: SamplerState) -> list[int]
 
 
 def accept_or_resample(p: Tensor, q: Tensor, token: int, u: float, v: float) -> int:
-    """The token for a place at which ``token`` was drafted: itself if it is accepted, or another one.
+    """The drafted ``token``, drawn from ``q`` ``[V]``, if accepted; else another, so that all follow ``p`` ``[V]``.
 
-    Args:
-        p: what the token should be drawn from, ``[V]``, its sum 1.
-        q: what it was drawn from, ``[V]``, its sum 1.
-        token: an id with ``q[token] > 0``.
-        u, v: independent uniform numbers in [0, 1): to accept it or not, and to draw another.
+    ``u`` and ``v`` are independent uniform numbers in [0, 1): to accept it or not, and to draw another.
     """
     if u * float(q[token]) < float(p[token]):
         return token
@@ -197,21 +181,14 @@ def residual_distribution(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass
 class Speculation:
-    """What drafts were good for.
+    """What drafts were good for."""
 
-    Args:
-        passes: of the model, the one over the prompt among them.
-        drafted: tokens that were guessed and went through a pass.
-        accepted: those of them that saved a pass: tokens delivered beyond the one that a pass brings in any case.
-    """
-
-    passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    passes: int = 0  # of the model, the one over the prompt among them
+    drafted: int = 0  # tokens that were guessed and went through a pass
+    accepted: int = 0  # those that saved a pass: tokens beyond the one that a pass brings in any case
 
     @property
     def acceptance(self) -> float:
-        """``accepted / drafted``, 0 to 1."""
         return self.accepted / max(1, self.drafted)
 
     @property
@@ -243,12 +220,8 @@ class SpeculativeEngine(Engine):
     and traces say so: inter-token latency is zeros and whole passes. ``speculation`` counts the last run, so far.
 
     Args:
-        draft: ``prompt-lookup``, or a model of the same vocabulary: by name, or loaded already.
+        draft: ``prompt-lookup``, or a model of the same vocabulary and device: by name, or loaded already.
         n_draft: tokens drafted for a pass at most.
-
-    Raises:
-        RequestError: another vocabulary, an ``n_draft`` below 1, or a speed that passes cannot use.
-        DeviceError: a draft model on another device, or a speed that this machine or dtype does not have.
     """
 
     name = "speculative"
@@ -276,8 +249,7 @@ class SpeculativeEngine(Engine):
         """The draft model, if it can draft for this one."""
         if not isinstance(draft, LoadedModel):
             draft = load_model(draft, device=self.device, dtype=self.dtype)
-        size, wanted = draft.model.config.vocab_size, self.config.vocab_size
-        if size != wanted:
+        if (size := draft.model.config.vocab_size) != (wanted := self.config.vocab_size):
             raise RequestError(
                 f"a draft model needs the vocabulary of its target: '{draft.name}' has {size} tokens and "
                 f"'{self.loaded.name}' {wanted}; take another, or draft='{LOOKUP}'"
@@ -295,13 +267,10 @@ class SpeculativeEngine(Engine):
         """One request after another, each to its end."""
         self.speculation = Speculation()
         for request in requests:
-            yield from self._serve(request)
-
-    def _serve(self, request: Request) -> Generator[Event, None, None]:
-        request.trace.t_start = now()
-        active = SpeculativeRequest(self, request)
-        while request.finish_reason is None:
-            yield from self._pass(active)
+            request.trace.t_start = now()
+            active = SpeculativeRequest(self, request)
+            while request.finish_reason is None:
+                yield from self._pass(active)
 
     @torch.inference_mode()
     def _pass(self, active: SpeculativeRequest) -> list[Event]:
