@@ -1,7 +1,6 @@
-"""What a simulation shows: as a run's figures, but its traces are not kept, and neither is their number independent.
+"""What a simulation shows: a run's figures, but of traces that are not kept: a number a request, gaps in bins.
 
-What is kept is a number a request, and of gaps between tokens, of which there are hundreds a request, how many lie in
-each bin. Intervals are by batch means (:mod:`nanoinfer.measure.stats`): requests of one queue are correlated.
+Intervals are by batch means (:mod:`nanoinfer.measure.stats`), because requests of one queue are correlated.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from nanoinfer.measure.trace import Trace
 from nanoinfer.simulate.simulator import Span
 
 RATES: Final = ("output_tok_s", "requests_s", "input_tok_s")
-#: Traces that are scored at a time.
-AT_ONCE: Final = 1024
+AT_ONCE: Final = 1024  # traces that are scored at a time
 SIMULATED: Final[Mapping[str, str]] = {
     "interval": "95%, by batch means over 20 stretches of the window; none where fewer than 200 samples came",
     "requests_s": "requests that ended inside the window / the window's length",
@@ -30,12 +28,7 @@ SIMULATED: Final[Mapping[str, str]] = {
 
 
 class SimulationScores(WindowScores):
-    """Takes the traces and steps of one or several replicas.
-
-    Args:
-        kv_blocks: of one replica.
-        slo: limits in seconds, for goodput.
-    """
+    """Takes the traces and steps of one or several replicas, of ``kv_blocks`` each."""
 
     def __init__(
         self, start: float, end: float, kv_blocks: int, slo: Mapping[str, float] | None = None, replicas: int = 1

@@ -1,21 +1,28 @@
 """What a run or a simulation shows: each figure with its definition, its number of samples and how sure it is.
 
-Latencies, goodput and errors are of the requests that were due inside the window; rates, concurrency and Little's law
-are of the window itself, so they count by event time whatever was in flight. What was not measured is ``None``, never
-0. A client that sends late or sleeps through chunks measures itself: see :class:`ErrorBudget`.
+Latencies, goodput and errors are of the requests due inside the window; rates, concurrency and Little's law are of the
+window itself, by event time. What was not measured is ``None``, never 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from nanoinfer.bench.run import Run
 from nanoinfer.measure import metrics
-from nanoinfer.measure.stats import TAILS, Interval, percentile, percentile_interval, sorted_percentile, summarize
+from nanoinfer.measure.stats import (
+    TAILS,
+    BatchMeans,
+    Interval,
+    percentile,
+    percentile_interval,
+    sorted_percentile,
+    summarize,
+)
 from nanoinfer.measure.trace import Trace
 
 #: Figures that pool the gaps of all requests: each gap with how often it counts.
@@ -49,37 +56,22 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "drained_throughput": "all output tokens of the requests sent in the window / time from its start to their last",
     "little": "Little's law: mean concurrency against requests sent per second x their mean time in the system",
     "loop_stalls": "how late a periodic tick of the client's event loop was",
-    "adjusted": "percentiles in which each failed request counts as infinitely slow",
     "wait": "first step that computes any of the prompt - t_scheduled: the queue's part of the time to first token",
 }
 
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """What the client may add before its figures are its own and not the server's.
-
-    ``send_lag_p99_s``: the latest 1% of requests, after their time. ``late_share``: the share of the run, warm-up
-    included, in which the event loop was later than ``late_s``.
-    """
+    """What the client may add before its figures are its own and not the server's."""
 
     send_lag_p99_s: float = 0.010
     late_s: float = 0.010
-    late_share: float = 0.01
+    late_share: float = 0.01  # of the run, warm-up included, in which the event loop was later than ``late_s``
 
 
 BUDGET: Final = ErrorBudget()
 #: Beyond this relative error of Little's law the window is no steady state (or the records are wrong).
 LITTLE_TOLERANCE: Final = 0.1
-
-
-# --- the requests of one window ---------------------------------------------------------
-
-
-class Samples(Protocol):
-    """Takes ``n`` samples of a value at a time."""
-
-    def add(self, t: float, value: float, n: int = 1) -> None:
-        """Note them."""
 
 
 class SampleList(list[float]):
@@ -90,16 +82,15 @@ class SampleList(list[float]):
         self.extend([value] * n)
 
 
+Samples = SampleList | BatchMeans
+
+
 class WindowScores:
     """Figures of the requests of one window, added in lists as they end; each metric is computed once a request.
 
-    Args:
-        start: of the measured window, in seconds; what was due earlier is warm-up.
-        end: of it; what is due later counts as load and not in latencies.
-        slo: limits in seconds, for goodput.
-        figures: samples by name: metrics of a request, :data:`GAPS` and :data:`DELAYS`.
-        verdicts: a sample a judged request: 1 for a good one, 0 for a bad one.
-        interrupted: cancelled requests were cut short by Ctrl-C, which is no fault of the server: none is judged.
+    What is due before ``start`` is warm-up, and after ``end`` load that is in no latency. ``figures`` take samples by
+    name (metrics of a request, :data:`GAPS`, :data:`DELAYS`), ``verdicts`` 1 for a good request and 0 for a bad one.
+    Where a run was ``interrupted``, Ctrl-C cut requests short, which is no fault of the server: none of them is judged.
     """
 
     def __init__(
@@ -152,9 +143,7 @@ class WindowScores:
             self.verdicts.add(t, 0.0)
             return
         values = {name: metric(trace) for name, metric in self.metrics.items()}
-        for name in METRICS:
-            if name not in self.figures:
-                continue
+        for name in [name for name in METRICS if name in self.figures]:
             if (value := values[name]) is None:
                 self.undefined[name] += 1
             else:
@@ -240,18 +229,8 @@ def wilson(good: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-# --- a run ------------------------------------------------------------------------------
-
-
 def summarise(run: Run, slo: Mapping[str, float] | None = None, budget: ErrorBudget = BUDGET) -> dict[str, Any]:
-    """All figures of a run, as JSON.
-
-    Args:
-        slo: limits in seconds, as :func:`nanoinfer.bench.options.parse_slo` gives them; without, no goodput.
-
-    Raises:
-        NanoinferError: traces whose clock ran backwards, a limit on an unknown metric.
-    """
+    """All figures of a run, as JSON; goodput where there are limits (``slo``, in seconds)."""
     samples = {name: SampleList() for name in (*METRICS, *GAPS, "client_delay")}
     scores = WindowScores(run.start, run.end, slo, samples, SampleList(), run.interrupted)
     throughput = scores.add(run.traces)
@@ -261,9 +240,7 @@ def summarise(run: Run, slo: Mapping[str, float] | None = None, budget: ErrorBud
     n_judged = scores.due - scores.excluded
     goodput = scores.goodput(wilson(scores.good, n_judged) if n_judged else None)
     if goodput is not None:
-        goodput |= {"failed": scores.failed}
-        if not judged:
-            goodput |= {"requests_s": None, "tok_s": None}
+        goodput |= {"failed": scores.failed} | ({} if judged else {"requests_s": None, "tok_s": None})
     record: dict[str, Any] = {
         "load": run.settings,
         "window": {"start_s": run.start, "end_s": run.end, "seconds": run.end - run.start},
@@ -306,8 +283,7 @@ def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str
     points = [Interval(s.median, s.low, s.high)]
     for value, q in zip((s.p90, s.p95, s.p99), TAILS, strict=True):
         points.append(Interval(value, *((None, None) if name in GAPS else percentile_interval(values, q, CONFIDENCE))))
-    record = figure(name, s.n, s.mean, s.std, (s.minimum, s.maximum), points)
-    record["too_small"] = list(s.too_small)
+    record = figure(name, s.n, s.mean, s.std, (s.minimum, s.maximum), points) | {"too_small": list(s.too_small)}
     if name in GAPS:
         # Gaps of one request are correlated, so the pool has no interval; TPOT is the figure that has one.
         return record | {"intervals": None, "requests": scores.due - scores.failed}
@@ -356,7 +332,7 @@ def _tail(values: Sequence[float]) -> dict[str, Any]:
     return {"n": len(values), **tail, "max_s": max(values, default=None)}
 
 
-def _beyond(record: Mapping[str, Any], budget: ErrorBudget) -> Iterable[str]:
+def _beyond(record: Mapping[str, Any], budget: ErrorBudget) -> Iterator[str]:
     client = record["client"]
     lag, late = client["send_lag"]["p99_s"], client["loop_stalls"]["late_share"]
     if lag is not None and lag > budget.send_lag_p99_s:
@@ -373,7 +349,7 @@ def _beyond(record: Mapping[str, Any], budget: ErrorBudget) -> Iterable[str]:
     yield from (f"the floor: {problem}" for problem in record["load"].get("floor", {}).get("problems", ()))
 
 
-def _notes(record: Mapping[str, Any]) -> Iterable[str]:
+def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     requests, law = record["requests"], record["concurrency"]["little"]
     if record["interrupted"]:
         yield (
