@@ -98,9 +98,7 @@ def fit(
 ) -> Fit:
     """The largest batch at ``context`` tokens a row, and the longest context of a single row.
 
-    Raises:
-        RequestError: sizes below 1, a context beyond the model's, a utilisation outside (0, 1],
-            or weights that alone do not fit, with how many devices would hold them.
+    Raises :class:`RequestError` for a context beyond the model's, and where the weights alone do not fit.
     """
     check_sizes(context=context, block=block)
     check_tp(config, tp)

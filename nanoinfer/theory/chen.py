@@ -137,6 +137,10 @@ def figures() -> tuple[Figure, ...]:
     small, messages = small_batch_latency(GOPHER, P260, 16)
     large, volume = large_batch_latency(GOPHER, P260, 16, 512)
     exercise, exercise_volume = large_batch_latency(B52, P52, 4, 256)
+    rounding = "56/0.002 is 28,000; with the exact bytes per token 26,703"
+    numbers = "called bytes, but counts numbers of two bytes each"
+    factor = "written 2*4*L*8us, evaluated as 4*L*8us: the factor is 4"
+    unscaled = "0.43*8/64 leaves the other 57% unscaled: 8.6% of the whole"
     upside_down = "written as bandwidth over FLOP/s, which is 0.0048; the 208 is FLOP/s over bandwidth"
     return (
         Figure("k and v of a token, 52B", kv_flops(B52), 17_179_869_184, "FLOP"),
@@ -147,28 +151,10 @@ def figures() -> tuple[Figure, ...]:
         Figure("weights in memory", WEIGHT_BYTES * P52 / 1e9, 104, "GB", "52e12 is written for 52e9 parameters"),
         Figure("cache per token", kv_bytes_per_token(B52), 2_097_152, "B"),
         Figure("tokens that fit, three GPUs", tokens_that_fit(B52, P52, 3), 8000, "tokens", "rounded from 7,629"),
-        Figure(
-            "tokens that fit, four GPUs",
-            tokens_that_fit(B52, P52, 4),
-            23_000,
-            "tokens",
-            "56/0.002 is 28,000; with the exact bytes per token 26,703",
-        ),
-        Figure(
-            "sent per token and layer, d 8192, four GPUs",
-            communication(B52.d, 4),
-            4 * 3 * B52.d / 4,
-            "numbers",
-            "called bytes, but counts numbers of two bytes each",
-        ),
+        Figure("tokens that fit, four GPUs", tokens_that_fit(B52, P52, 4), 23_000, "tokens", rounding),
+        Figure("sent per token and layer, d 8192, four GPUs", communication(B52.d, 4), 3 * B52.d, "numbers", numbers),
         Figure("small batch, 260B on 16: weights", 1e3 * small, 22, "ms"),
-        Figure(
-            "small batch, 260B on 16: messages",
-            1e3 * messages,
-            3,
-            "ms",
-            "written 2*4*L*8us, evaluated as 4*L*8us: the factor is 4",
-        ),
+        Figure("small batch, 260B on 16: messages", 1e3 * messages, 3, "ms", factor),
         Figure(
             "large batch 512, 260B on 16: compute", 1e3 * large, 53, "ms", "the sentence goes on with 62 ms for the 53"
         ),
@@ -176,13 +162,7 @@ def figures() -> tuple[Figure, ...]:
         Figure("batch where compute takes over", tokens_for_free(A100), 208, "tokens", upside_down),
         Figure("FLOPs per byte of link, A100", A100.flops / A100.link, 1040, "FLOP/B"),
         Figure("products per token, 52B", B52.layers * layer_flops(B52.d), 103_079_215_104, "FLOP"),
-        Figure(
-            "intermediates, 52B",
-            100 * intermediates_share(0.43, 1024, 8192),
-            5,
-            "%",
-            "0.43*8/64 leaves the other 57% unscaled: 8.6% of the whole",
-        ),
+        Figure("intermediates, 52B", 100 * intermediates_share(0.43, 1024, 8192), 5, "%", unscaled),
         Figure("13B, one GPU: weights", 1e3 * weights_time(12 * 40 * 5120**2, 1), 16.8, "ms"),
         Figure("13B, two GPUs: weights", 1e3 * weights_time(12 * 40 * 5120**2, 2), 8.4, "ms"),
         Figure("13B, two GPUs: messages", 1e3 * 4 * 40 * A100.message, 1, "ms", "rounded from 1.28"),

@@ -40,19 +40,12 @@ def partition(count: int, parts: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of one collective with messages of one size.
+    """Calls of one collective with messages of one size; bytes."""
 
-    Attributes:
-        kind: as :class:`nanoinfer.parallel.collectives.CommRecord` names it.
-        calls: how many.
-        message: bytes of the tensor that one call hands over; of all parts, for ``all-to-all``.
-        sent: bytes that leave one rank in all these calls together.
-    """
-
-    kind: str
+    kind: str  # as nanoinfer.parallel.collectives.CommRecord names it
     calls: int
-    message: float
-    sent: float
+    message: float  # that one call hands over; of all parts, for all-to-all
+    sent: float  # that leave one rank in all these calls together
 
 
 def all_reduce(calls: int, message: float, n: int) -> Traffic:
@@ -93,21 +86,14 @@ class Network:
     all-reduce over several servers has three parts: the ranks of a server each sum up a share, ranks of the same place
     in all servers sum up those, and the servers spread them out again. Between ``k`` servers a tree is climbed, and
     ``across_alpha`` is paid for each doubling. Source: the cost model in NCCL (src/graph/tuning.cc,
-    https://github.com/NVIDIA/nccl).
-
-    Attributes:
-        link: bytes/s one way between the devices of a server.
-        alpha: seconds of one call there.
-        across: bytes/s one way of each device to other servers; ``None`` where all devices share ``link``.
-        across_alpha: seconds of one call between two servers.
-        per_node: devices of a server.
+    https://github.com/NVIDIA/nccl). Bandwidths are bytes/s one way, ``alpha`` seconds of one call.
     """
 
-    link: float
+    link: float  # between the devices of a server
     alpha: float = ALPHA_S
-    across: float | None = None
+    across: float | None = None  # of each device to other servers; None where all devices share ``link``
     across_alpha: float = ACROSS_ALPHA_S
-    per_node: int = 8
+    per_node: int = 8  # devices of a server
 
     def nodes(self, n: int, stride: int = 1) -> int:
         """Servers that ``n`` ranks reach into, each ``stride`` devices from the next."""
@@ -152,10 +138,7 @@ def tensor_parallel(
 
     Two all-reduces a layer of ``tokens * d * b`` bytes, after attention's output and the feed-forward part; one more
     of that size after the embedding, whose vocabulary is split (``embeds``); one all-gather of logits, of which each
-    device has ``[ends, ceil(V / n)]``.
-
-    Raises:
-        RequestError: sizes below 1, or heads that ``n`` does not divide.
+    device has ``[ends, ceil(V / n)]``. Raises :class:`RequestError` for heads that ``n`` does not divide.
     """
     check_sizes(tokens=tokens, itemsize=itemsize)
     capacity.check_tp(config, n)
@@ -185,10 +168,7 @@ def pipeline_parallel(
 
     Every stage but the last sends the next one each micro-batch's hidden states, ``rows_i * tokens * d * b`` bytes;
     then the last one broadcasts the chosen ids of all rows. The sends here are those across ONE of the ``p - 1``
-    boundaries, the broadcast that of the last stage.
-
-    Raises:
-        RequestError: sizes below 1, more stages than layers, more micro-batches than rows.
+    boundaries, the broadcast that of the last stage. Raises :class:`RequestError` for more stages than layers.
     """
     check_sizes(tokens=tokens, p=p, itemsize=itemsize)
     parts = Counter(micro_batch_rows(rows, micro_batches))
@@ -212,10 +192,8 @@ def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsi
 
     In each layer keys and values go round the ring: ``n - 1`` exchanges of ``rows * c * 2 n_kv d_h b`` bytes. (MLA:
     ``r + d_rope`` numbers in place of ``2 n_kv d_h``.) Then the rank of the last token broadcasts its hidden state,
-    ``rows * d * b`` bytes, and the rank that samples broadcasts the ids.
-
-    Raises:
-        RequestError: sizes below 1, or more devices than tokens.
+    ``rows * d * b`` bytes, and the rank that samples broadcasts the ids. Raises :class:`RequestError` for more
+    devices than tokens.
     """
     check_sizes(rows=rows, tokens=tokens, n=n, itemsize=itemsize)
     if n > tokens:
@@ -233,9 +211,6 @@ def context_parallel_decode(config: ModelConfig, rows: int, n: int) -> tuple[Tra
 
     In each layer every device attends to its part, and one all-gather brings the partial outputs together with the
     log-sum-exp of each, in fp32: ``rows * n_q * (d_h + 1) * 4`` bytes. Then the rank that samples broadcasts the ids.
-
-    Raises:
-        RequestError: sizes below 1.
     """
     check_sizes(rows=rows, n=n)
     if n == 1:
@@ -250,14 +225,8 @@ def ring_hidden_tokens(
     """Tokens a device from which a ring's exchange takes no longer than the arithmetic that it overlaps with.
 
     ``c`` tokens send ``2 c n_kv d_h b`` bytes while ``4 c^2 n_q d_h`` FLOPs are done, so ``c >= C b n_kv / (2 W
-    n_q)``. Causal work that is ``balanced`` over the devices is half of that, and ``c`` twice as large.
-
-    Args:
-        config: the model.
-        flops_per_s: ``C``, of one device.
-        link: ``W``, bytes/s one way to the next device.
-        itemsize: ``b``.
-        balanced: causal; False for attention to everything.
+    n_q)``, with ``C`` FLOP/s of one device and ``W`` bytes/s one way to the next (``link``). Causal work that is
+    ``balanced`` over the devices is half of that, and ``c`` twice as large.
     """
     work = arithmetic.pair_flops(config) / (2 if balanced else 1)
     return flops_per_s * arithmetic.kv_width(config) * itemsize / (link * work)
@@ -269,10 +238,7 @@ def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: in
     An all-reduce of one number tells whether any rank has work. In each layer with experts an all-to-all of
     counts (``E`` of them) says what will come, one brings each token to its ``k`` experts and one brings the answers
     back: ``tokens_local * k * d * b`` bytes each, of which ``(n-1)/n`` leave where tokens choose evenly. The busiest
-    device's bytes are that times its load over the mean one.
-
-    Raises:
-        RequestError: sizes below 1, a model without experts, or experts that ``n`` does not divide.
+    device's bytes are that times its load over the mean one. Raises as :func:`check_ep` does.
     """
     check_sizes(tokens_local=tokens_local, n=n, itemsize=itemsize)
     check_ep(config, n)

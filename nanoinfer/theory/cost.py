@@ -43,23 +43,14 @@ class Price:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a machine is paid for.
+    """What a machine is paid for."""
 
-    Args:
-        usd_per_hour: of the whole machine, storage and network included.
-        prefill_rate: input tokens/s while it prefills.
-        decode_rate: output tokens/s while it decodes, all rows together.
-        idle: share of the hours in which nothing runs.
-        failed: share of requests whose work is thrown away.
-        cached_cost: what a token found in the prefix cache costs, as a share of a computed one.
-    """
-
-    usd_per_hour: float
-    prefill_rate: float
-    decode_rate: float
-    idle: float = 0.0
-    failed: float = 0.0
-    cached_cost: float = 0.0
+    usd_per_hour: float  # of the whole machine, storage and network included
+    prefill_rate: float  # input tokens/s while it prefills
+    decode_rate: float  # output tokens/s while it decodes, all rows together
+    idle: float = 0.0  # share of the hours in which nothing runs
+    failed: float = 0.0  # share of requests whose work is thrown away
+    cached_cost: float = 0.0  # of a token found in the prefix cache, as a share of a computed one
 
     def __post_init__(self) -> None:
         for name in ("usd_per_hour", "prefill_rate", "decode_rate"):

@@ -51,27 +51,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class OperatorCurves:
-    """One model's operators on one machine, each timed by itself.
+    """One model's operators on one machine, each timed by itself: seconds of one layer, of products of one call.
 
-    Args:
-        products: by the names of :func:`~nanoinfer.theory.parameters.layer_matrices` and ``lm_head``:
-            seconds of one call against rows, weights coming from memory as in a step.
-        decode_attention: by batch: seconds of one layer against context, one new token a row.
-        paged_attention: the same over a paged cache.
-        prefill_attention: seconds of one layer against tokens, one row.
-        rest: seconds of all else in one layer against rows of one token each: norms, rotation, activation,
-            cache, Python.
-        rest_prefill: the same against the tokens of one prompt.
-        paged_rest, paged_rest_prefill: both in steps of the continuous engine, its share of a layer: writes to the
-            paged cache, scheduling, embedding, the choice of tokens.
+    ``products`` go by the names of :func:`~nanoinfer.theory.parameters.layer_matrices` and ``lm_head``, their weights
+    coming from memory as in a step. ``rest`` is all else: norms, rotation, activation, cache, Python; in steps of the
+    continuous engine also its share of writes to the paged cache, scheduling, embedding, the choice of tokens.
     """
 
-    products: Mapping[str, Curve]
-    decode_attention: Mapping[int, Curve]
+    products: Mapping[str, Curve]  # against rows
+    decode_attention: Mapping[int, Curve]  # by batch, against context, one new token a row
     paged_attention: Mapping[int, Curve]
-    prefill_attention: Curve
-    rest: Curve
-    rest_prefill: Curve
+    prefill_attention: Curve  # against tokens of one row
+    rest: Curve  # against rows of one token each
+    rest_prefill: Curve  # against tokens of one prompt
     paged_rest: Curve
     paged_rest_prefill: Curve
 

@@ -37,11 +37,9 @@ class Source:
 class Link:
     """A link between devices; ``gbs_one_way`` in GB/s per device and direction.
 
-    ``latency_us`` is alpha in microseconds per ALL-REDUCE of a small message: one whole
-    collective call, launch included, neither per hop nor per message. (Chen counts four
-    messages a layer at 8 us each, a V100-era guess; counted per all-reduce it is two a layer.)
-    Of a link ``between_servers`` it is that of two servers. No vendor publishes it: measure it where
-    there are several ranks.
+    ``latency_us`` is alpha in microseconds per ALL-REDUCE of a small message, one whole collective call with its
+    launch (Chen counts four messages a layer, here it is two calls); of a link ``between_servers`` that of two
+    servers. No vendor publishes it: measure it where there are several ranks.
     """
 
     name: str

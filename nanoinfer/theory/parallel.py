@@ -123,11 +123,7 @@ def stage_weight_bytes(config: ModelConfig, layers: range, dtype: str) -> int:
 def memory(
     config: ModelConfig, split: ParallelConfig, batch: int, context: int, dtype: str = "bfloat16", *, block: int = 1
 ) -> capacity.Bytes:
-    """Bytes of the fullest device when each replica serves ``batch`` rows of ``context`` tokens.
-
-    Raises:
-        RequestError: what :meth:`ParallelConfig.check` refuses, sizes below 1.
-    """
+    """Bytes of the fullest device when each replica serves ``batch`` rows of ``context`` tokens."""
     split.check(config)
     rows, tokens = math.ceil(batch / split.ep), math.ceil(context / split.cp)
     if split.pp == 1:
@@ -162,11 +158,9 @@ def largest_batch(
 ) -> int:
     """Rows of ``context`` tokens for which each replica has memory: 0 where not even one fits with the weights."""
     usable = memory_bytes * utilisation
-
-    def fits(rows: int) -> bool:
-        return memory(config, split, rows, context, dtype, block=block).total <= usable
-
-    return capacity.largest(fits, 2**30)
+    return capacity.largest(
+        lambda rows: memory(config, split, rows, context, dtype, block=block).total <= usable, 2**30
+    )
 
 
 # --- steps ------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from nanoinfer.errors import RequestError, check
 def mg1_wait(load: float, service_s: float, c2: float) -> float:
     """Mean seconds in the queue, service not counted. ``c2``: variance of the service time over its mean squared.
 
-    Raises:
-        RequestError: a load below 0, or one of 1 and more, at which no queue settles; negative times.
+    Raises :class:`RequestError` for a load of 1 and more, at which no queue settles.
     """
     for name, value in {"load": load, "service_s": service_s, "c2": c2}.items():
         check(name, value, at_least=0)

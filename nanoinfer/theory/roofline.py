@@ -223,11 +223,7 @@ def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int,
 
 
 def uniform_step(config: ModelConfig, machine: Machine, shape: StepShape, tp: int = 1) -> Step:
-    """A step of rows that are all alike, its layers shared by ``tp`` devices.
-
-    Raises:
-        RequestError: what :meth:`StepShape.check` refuses, or devices that cannot share the model.
-    """
+    """A step of rows that are all alike, its layers shared by ``tp`` devices."""
     shape.check(config)
     capacity.check_tp(config, tp)
     operators = uniform_operators(config, machine, shape, shape.batch, tp)
@@ -235,15 +231,9 @@ def uniform_step(config: ModelConfig, machine: Machine, shape: StepShape, tp: in
 
 
 def mixed_step(config: ModelConfig, machine: Machine, rows: Rows, ends: int, tp: int = 1) -> Step:
-    """A step of unlike rows over a paged cache, operator by operator.
+    """A step of unlike rows over a paged cache, operator by operator, its layers shared by ``tp`` devices.
 
-    Args:
-        rows: of each row, tokens that are in the cache already, and new ones.
-        ends: rows whose last token chooses the next one; the head is computed for those alone.
-        tp: devices that share each layer.
-
-    Raises:
-        RequestError: no tokens, or devices that cannot share the model.
+    The head is computed for the ``ends`` alone: how many rows' last token chooses the next one.
     """
     tokens = sum(new for _, new in rows)
     check_sizes(tokens=tokens)
@@ -260,9 +250,7 @@ class StepTimes:
 
     All but attention depends on the numbers of packed tokens and of ends, and is computed once for each. Attention of
     decoding rows depends, without windows, on the sum of their contexts alone.
-
-    Raises:
-        RequestError: devices that cannot share the model, or have no link to do it over.
+    Raises :class:`RequestError` for devices that cannot share the model, or have no link to do it over.
     """
 
     def __init__(self, config: ModelConfig, machine: Machine, tp: int = 1) -> None:
@@ -428,21 +416,15 @@ def mixed_attention_work(config: ModelConfig, rows: Rows) -> AttentionWork:
 
 def attention(config: ModelConfig, machine: Machine, work: AttentionWork, tp: int, timed: float | None) -> Operator:
     """Attention of all layers; ``timed`` are measured seconds of one layer, which take the place of the rates."""
-    compute, memory = _attention_seconds(config, machine, work, tp)
+    read = work.seen * arithmetic.kv_width(config) * bytes_per_element(machine.dtype) * capacity.kv_share(config, tp)
+    compute, memory = work.flops / tp / machine.peak, read / machine.bandwidth
     launch = config.n_layers * machine.launch_s
-    flops, nbytes = work.flops / tp, memory * machine.bandwidth
+    flops = work.flops / tp
     if timed is None:
         seconds, bound = max(compute, memory) + launch, bound_of(compute, memory, launch)
     else:
-        seconds, bound = config.n_layers * timed, _side(machine, flops, nbytes)
-    return Operator("attention", flops, nbytes, config.n_layers, seconds, bound)
-
-
-def _attention_seconds(config: ModelConfig, machine: Machine, work: AttentionWork, tp: int) -> tuple[float, float]:
-    """Seconds of arithmetic and of reading the cache."""
-    share = capacity.kv_share(config, tp)
-    nbytes = work.seen * arithmetic.kv_width(config) * bytes_per_element(machine.dtype) * share
-    return work.flops / tp / machine.peak, nbytes / machine.bandwidth
+        seconds, bound = config.n_layers * timed, _side(machine, flops, read)
+    return Operator("attention", flops, read, config.n_layers, seconds, bound)
 
 
 @cache
@@ -539,9 +521,6 @@ def batched_seconds(
     At most ``batch_size`` requests, in their order, are padded to the longest prompt and prefilled together; then all
     rows decode until the longest answer ends. ``prompts`` and ``outputs`` count each request's tokens; a request
     without output takes no row.
-
-    Raises:
-        RequestError: lists of unlike lengths, a batch size or prompt below 1, or a request beyond the context.
     """
     if len(prompts) != len(outputs):
         raise RequestError(

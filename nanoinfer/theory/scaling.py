@@ -28,26 +28,17 @@ PAYS: Final = 0.5
 class Point:
     """One number of devices.
 
-    Attributes:
-        split: what they do.
-        fits: whether weights and cache do.
-        rows: that all replicas decode together.
-        prefill_s: seconds of a replica's prefill.
-        decode_s: seconds of a decode step: a user's wait for a token.
-        tokens_per_s: of all devices, while they decode.
-        efficiency: tokens/s a device, over those of the fewest devices that the model fits (of the fewest, if none).
-        link_share: of the decode step's time, how much goes to messages and to waiting for other devices.
-        prefill_link_share: the same of the prefill.
+    ``efficiency`` is tokens/s a device, over those of the fewest devices that the model fits (of the fewest, if none).
     """
 
     split: ParallelConfig
     fits: bool
-    rows: int
-    prefill_s: float
-    decode_s: float
-    tokens_per_s: float
+    rows: int  # that all replicas decode together
+    prefill_s: float  # of one replica
+    decode_s: float  # of one step: a user's wait for a token
+    tokens_per_s: float  # of all devices, while they decode
     efficiency: float
-    link_share: float
+    link_share: float  # of the decode step's time, what goes to messages and to waiting for other devices
     prefill_link_share: float
 
 
