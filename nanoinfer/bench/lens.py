@@ -75,6 +75,8 @@ class FrameStream:
         return list(filter(_has_tokens, self.frames))
 
 
+#: A percentile of sorted (value, weight); q in percent.
+Percentile = Callable[[Sequence[tuple[float, float]], int], float]
 #: Kinds of frames that are chunks to some tool, and what it says of them.
 CHUNKS: Final[Mapping[str, tuple[frozenset[ChunkKind], str]]] = {
     "choices": (frozenset({"role", "reasoning", "content", "finish"}), "a role's and an empty one too"),
@@ -162,8 +164,14 @@ def _figure(spec: Mapping[str, Any]) -> ToolFigure:
     return ToolFigure(f"({rule}) / {words}" if words else rule, values, needs_kinds)
 
 
+TOKEN_GAPS: Final = {
+    "shared": "gap between chunks / tokens of the later one, once a token",
+    "perceived": "gaps between tokens, those of one chunk 0 apart",
+}
+
+
 def _gaps(name: str) -> ToolFigure:
-    holds = _has_tokens if name in ("shared", "perceived") else _is(name)
+    holds = _has_tokens if name in TOKEN_GAPS else _is(name)
 
     def gaps(stream: FrameStream) -> list[float]:
         chunks = list(filter(holds, stream.frames))
@@ -172,10 +180,8 @@ def _gaps(name: str) -> ToolFigure:
         within = [0.0] * sum(frame.n - 1 for frame in chunks) if name == "perceived" else []
         return within + [b.t - a.t for a, b in pairwise(chunks)]
 
-    if name == "shared":
-        return ToolFigure("gap between chunks / tokens of the later one, once a token", gaps, False)
-    if name == "perceived":
-        return ToolFigure("gaps between tokens, those of one chunk 0 apart", gaps, False)
+    if name in TOKEN_GAPS:
+        return ToolFigure(TOKEN_GAPS[name], gaps, False)
     return ToolFigure(f"gaps between chunks ({CHUNKS[name][1]})", gaps, name != "text")
 
 
@@ -202,9 +208,6 @@ def _throughput(name: str, good: Sequence[FrameStream], streams: Sequence[FrameS
     return LensCell(f"tokens of {whose} requests / ({words})", len(good), value, None, None, guessed)
 
 
-# Percentiles of sorted (value, weight), as each tool takes them; q in percent.
-
-
 def inverted(samples: Sequence[tuple[float, float]], q: int) -> float:
     """The first sample at which ``q`` percent of the weight is reached."""
     return sorted_percentile([value for value, _ in samples], q, [weight for _, weight in samples])
@@ -222,7 +225,7 @@ def truncated(samples: Sequence[tuple[float, float]], q: int) -> float:
     return samples[q * len(samples) // 100][0]
 
 
-PERCENTILES: Final[Mapping[str, tuple[str, Callable[[Sequence[tuple[float, float]], int], float]]]] = {
+PERCENTILES: Final[Mapping[str, tuple[str, Percentile]]] = {
     "inverted": ("a sample (inverted CDF)", inverted),
     "linear": ("between two samples (NumPy's default)", linear),
     "truncated": ("the sample at index n q, cut to a whole number", truncated),
@@ -231,14 +234,14 @@ PERCENTILES: Final[Mapping[str, tuple[str, Callable[[Sequence[tuple[float, float
 
 @dataclass(frozen=True)
 class LensCell:
-    """A figure by one tool's rule, s (tokens/s for throughput). ``guessed``: kinds of frames were missing for it."""
+    """A figure by one tool's rule, in seconds (tokens/s for throughput)."""
 
     rule: str
     n: int
     mean: float | None
     median: float | None
     p99: float | None
-    guessed: bool
+    guessed: bool  # kinds of frames that it needs were missing
 
 
 @dataclass(frozen=True)
@@ -294,12 +297,7 @@ def _row(
     return LensRow(tool["name"], tool["version"], words, cells, tuple(tool.get("sources", ())), tool.get("note", ""))
 
 
-def _cell(
-    spec: Mapping[str, Any],
-    point: Callable[[Sequence[tuple[float, float]], int], float],
-    good: Sequence[FrameStream],
-    without: bool,
-) -> LensCell:
+def _cell(spec: Mapping[str, Any], point: Percentile, good: Sequence[FrameStream], without: bool) -> LensCell:
     figure = _figure(spec)
     weights = [DIVISORS[spec["weight"]][1](stream) if "weight" in spec else 1 for stream in good]
     weighted = [(weight, figure.values(stream)) for weight, stream in zip(weights, good, strict=True) if weight > 0]
@@ -314,22 +312,21 @@ def show_lens(console: Console, table: LensTable) -> None:
     """Print a table for each figure, with the rule in words in every row; then percentiles, notes and sources."""
     for name, title in TITLES.items():
         view = Table(title=title, title_justify="left", title_style="bold", expand=False)
+        columns, scale = {"mean": "mean", "median": "median", "p99": "p99"}, 1e3
+        if name == "throughput":
+            columns, scale = {"tokens/s": "mean"}, 1.0
         view.add_column("tool", ratio=3)
-        for heading in ("tokens/s", "n") if name == "throughput" else ("mean", "median", "p99", "n"):
+        for heading in (*columns, "n"):
             view.add_column(heading, justify="right", no_wrap=True)
         view.add_column("rule", ratio=4)
         for row in table.rows:
             if (cell := row.cells.get(name)) is not None:
-                view.add_row(*map(Text, (row.title, *_values(name, cell), f"{cell.n:,}", cell.rule)))
+                mark, values = "~" if cell.guessed else "", [getattr(cell, field) for field in columns.values()]
+                shown = [DASH if value is None else f"{mark}{value * scale:,.1f}" for value in values]
+                view.add_row(*map(Text, (row.title, *shown, f"{cell.n:,}", cell.rule)))
         console.print(view)
     for line in _footnotes(table):
         console.print(Text(line))
-
-
-def _values(name: str, cell: LensCell) -> list[str]:
-    scale, mark = (1.0 if name == "throughput" else 1e3), "~" if cell.guessed else ""
-    values = [cell.mean] if name == "throughput" else [cell.mean, cell.median, cell.p99]
-    return [DASH if value is None else f"{mark}{value * scale:,.1f}" for value in values]
 
 
 def _footnotes(table: LensTable) -> Iterable[str]:

@@ -70,8 +70,7 @@ class ErrorBudget:
 
 
 BUDGET: Final = ErrorBudget()
-#: Beyond this relative error of Little's law the window is no steady state (or the records are wrong).
-LITTLE_TOLERANCE: Final = 0.1
+LITTLE_TOLERANCE: Final = 0.1  # a larger relative error: the window is no steady state, or the records are wrong
 
 
 class SampleList(list[float]):

@@ -157,12 +157,11 @@ async def sweep(
     *,
     kind: Kind = "rate",
     needed: float = 0.99,
-    watch: Callable[[SweepPoint], None] | None = None,
 ) -> Sweep:
     """Run level after level until they are through, the system is saturated, or a run was interrupted.
 
     ``make_run`` runs a level, with its own prompts each time, or one warms the prefix cache for the next. A level meets
-    the SLO (limits in seconds) with a share ``needed`` of good requests. ``watch`` is called with each point.
+    the SLO (limits in seconds) with a share ``needed`` of good requests.
     """
     if not levels or levels[0] <= 0 or any(b <= a for a, b in pairwise(levels)):
         raise RequestError(f"a sweep needs positive levels that rise, got {', '.join(f'{x:g}' for x in levels)}")
@@ -171,8 +170,6 @@ async def sweep(
     for level in levels:
         run = await make_run(level)
         result.points.append(point := SweepPoint(level, summarise(run, slo)))
-        if watch is not None:
-            watch(point)
         if run.interrupted:
             result.stopped = f"interrupted at {level:g}"
         elif level != levels[-1]:

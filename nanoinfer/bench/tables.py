@@ -145,22 +145,19 @@ def levels(record: Mapping[str, Any]) -> Rows:
         if record["slo_s"]:
             share = summary["goodput"]["share"]
             row += [DASH if share is None else f"{share:.1%}", format_number(summary["goodput"]["requests_s"])]
-        remarks = {
-            "knee": point["level"] == record["knee"]["level"],
-            "highest good": point["level"] == record["highest_good"]["level"],
-            "beyond its error budget": bool(summary["beyond_budget"]),
-        }
-        rows.append((*row, ", ".join(remark for remark, holds in remarks.items() if holds)))
+        remarks = [
+            name.replace("_", " ") for name in ("knee", "highest_good") if point["level"] == record[name]["level"]
+        ]
+        remarks += ["beyond its error budget"] if summary["beyond_budget"] else []
+        rows.append((*row, ", ".join(remarks)))
     return tuple(header), rows
 
 
 def client(record: Mapping[str, Any]) -> Rows:
     """How late the load generator was."""
-    rows = []
-    for key, title in (("send_lag", "request sent late"), ("loop_stalls", "event loop late")):
-        tail = record["client"][key]
-        rows.append((title, f"{tail['n']:,}", *(ms(tail[column]) for column in ("p50_s", "p99_s", "max_s"))))
-    return ("ms", "n", "p50", "p99", "max"), rows
+    tails = {"request sent late": record["client"]["send_lag"], "event loop late": record["client"]["loop_stalls"]}
+    header = ("ms", "n", "p50", "p99", "max")
+    return header, [(title, f"{t['n']:,}", *(ms(t[f"{q}_s"]) for q in header[2:])) for title, t in tails.items()]
 
 
 def definitions(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
