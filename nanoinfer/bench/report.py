@@ -252,17 +252,16 @@ def _sweep_plots(record: Mapping[str, Any]) -> Iterator[Markup]:
 
 def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Markup:
     x = [p["summary"]["rates"]["output_tok_s"]["value"] for p in points]
-    medians = {
-        tables.NAMES[name]: [p["summary"]["latency"][name]["median"] for p in points]
-        for name in ("ttft", "tpot", "e2e")
-    }
-    lines = {title: values for title, values in medians.items() if None not in values}
-    knee, unit = record["knee"]["level"], record["unit"]
+    lines: dict[str, list[float]] = {}
+    for name in ("ttft", "tpot", "e2e"):
+        if None not in (medians := [p["summary"]["latency"][name]["median"] for p in points]):
+            lines[tables.NAMES[name]] = medians
+    knee, unit, e2e = record["knee"]["level"], record["unit"], lines["end to end"]
 
     def draw(axes: Axes) -> None:
         for (title, values), marker in zip(lines.items(), "osD", strict=False):
             axes.plot(x, [1e3 * value for value in values], marker=marker, label=f"{title}, median")
-        for rate, value, point in zip(x, lines["end to end"], points, strict=True):
+        for rate, value, point in zip(x, e2e, points, strict=True):
             name, at = f"{point['level']:g}", (rate, 1e3 * value)
             axes.annotate(name, at, xytext=(0, 8), textcoords="offset points", ha="center")
             if point["level"] == knee:
@@ -277,9 +276,8 @@ def _frontier(record: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) ->
     ]
     alt = (
         f"Median latencies against output tokens per second, a point a level, labelled in {unit}: from "
-        f"{format_number(x[0])} tokens/s at {ms(lines['end to end'][0])} ms end to end "
-        f"to {format_number(x[-1])} tokens/s at "
-        f"{ms(lines['end to end'][-1])} ms. The knee lies at {knee:g} {unit}."
+        f"{format_number(x[0])} tokens/s at {ms(e2e[0])} ms end to end to {format_number(x[-1])} tokens/s at "
+        f"{ms(e2e[-1])} ms. The knee lies at {knee:g} {unit}."
     )
     return _plot(draw, alt, "Latency against throughput", ((unit, "tok/s", *(f"{t}, ms" for t in lines)), rows))
 

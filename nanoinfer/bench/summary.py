@@ -150,17 +150,14 @@ class WindowScores:
         for name in GAPS.keys() & self.figures.keys():
             for value, n in GAPS[name](trace):
                 self.figures[name].add(t, value, n)
-        self._judge(trace, [(name, values[name], limit) for name, limit in self.slo.items()])
-
-    def _judge(self, trace: Trace, limits: Sequence[tuple[str, float | None, float]]) -> None:
-        """As :func:`~nanoinfer.measure.metrics.goodput`: excluded is what breaks no limit but lacks a value for one."""
-        broken = [name for name, value, limit in limits if value is not None and value > limit]
+        # As metrics.goodput: excluded is what breaks no limit but lacks a value for one.
+        broken = [name for name, limit in self.slo.items() if (value := values[name]) is not None and value > limit]
         for name in broken:
             self.broken_by[name] += 1
-        if not broken and any(value is None for _, value, _ in limits):
+        if not broken and any(values[name] is None for name in self.slo):
             self.excluded += 1
             return
-        self.verdicts.add(trace.t_scheduled, float(not broken))
+        self.verdicts.add(t, float(not broken))
         if not broken:
             self.good += 1
             self.good_tokens += metrics.output_tokens(trace)
@@ -332,8 +329,7 @@ def _tail(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _beyond(record: Mapping[str, Any], budget: ErrorBudget) -> Iterator[str]:
-    client = record["client"]
-    lag, late = client["send_lag"]["p99_s"], client["loop_stalls"]["late_share"]
+    lag, late = record["client"]["send_lag"]["p99_s"], record["client"]["loop_stalls"]["late_share"]
     if lag is not None and lag > budget.send_lag_p99_s:
         yield (
             f"send lag p99 {lag * 1e3:.1f} ms, budget {budget.send_lag_p99_s * 1e3:g} ms: "
