@@ -69,15 +69,10 @@ def simulate(
 ) -> Iterator[Trace]:
     """Serve the work on a computed clock that starts at 0; yield a trace whenever a request ends.
 
-    Args:
-        work: in order of ``at``; taken as the clock gets there. Each request ends after its ``output`` tokens.
-        scheduler: without requests.
-        times: how long steps take. With a function of rows and ends, as in :class:`StepTimeModel`, every step is
-            planned, none jumped over.
-        on_span: is called after each step or jump.
-
-    Raises:
-        RequestError: when its turn comes, for work that can never fit, and for work out of order.
+    ``work`` comes in order of ``at`` and is taken as the clock gets there; each request ends after its ``output``
+    tokens. ``scheduler`` has no requests yet. Where ``times`` is a function of rows and ends, as
+    :meth:`StepTimeModel.seconds`, every step is planned, none jumped over. ``on_span`` is called after each step or
+    jump. Raises :class:`RequestError`, when its turn comes, for work that can never fit or is out of order.
     """
     return _Simulation(work, scheduler, times, on_span).run()
 
@@ -98,8 +93,7 @@ def record_plans(scheduler: Scheduler) -> list[StepPlan]:
 def sequence_of(work: WorkItem) -> SequenceState:
     """The request as the scheduler sees it: its last token is never fed, so the cache need not hold it.
 
-    Raises:
-        RequestError: a prompt that is a text, an empty one, or no token wanted.
+    Raises :class:`RequestError` for a prompt that is a text, an empty one, or no token wanted.
     """
     ids = work.ids
     if not ids or work.output < 1:

@@ -12,45 +12,21 @@ Sources: Chen, "Transformer Inference Arithmetic" (2022); Williams et al., "Roof
 from __future__ import annotations
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.theory.parameters import (
-    QUANTISATIONS as QUANTISATIONS,
-)
-from nanoinfer.theory.parameters import (
-    Quantisation as Quantisation,
-)
-from nanoinfer.theory.parameters import (
-    active_parameters as active_parameters,
-)
-from nanoinfer.theory.parameters import (
-    attention_parameters as attention_parameters,
-)
-from nanoinfer.theory.parameters import (
-    bytes_per_element as bytes_per_element,
-)
-from nanoinfer.theory.parameters import (
-    check_sizes,
-)
-from nanoinfer.theory.parameters import (
-    experts_touched as experts_touched,
-)
-from nanoinfer.theory.parameters import (
-    layer_matrices as layer_matrices,
-)
-from nanoinfer.theory.parameters import (
-    mlp_parameters as mlp_parameters,
-)
-from nanoinfer.theory.parameters import (
-    norm_parameters as norm_parameters,
-)
-from nanoinfer.theory.parameters import (
-    parameters as parameters,
-)
-from nanoinfer.theory.parameters import (
-    step_weight_bytes as step_weight_bytes,
-)
-from nanoinfer.theory.parameters import (
-    weight_bytes as weight_bytes,
-)
+from nanoinfer.theory import parameters as counts
+from nanoinfer.theory.parameters import check_sizes
+
+# One module for a reader who counts: what a model holds goes with what it does.
+QUANTISATIONS = counts.QUANTISATIONS
+Quantisation = counts.Quantisation
+active_parameters = counts.active_parameters
+attention_parameters = counts.attention_parameters
+bytes_per_element = counts.bytes_per_element
+experts_touched = counts.experts_touched
+layer_matrices = counts.layer_matrices
+mlp_parameters = counts.mlp_parameters
+parameters = counts.parameters
+step_weight_bytes = counts.step_weight_bytes
+weight_bytes = counts.weight_bytes
 
 # --- the KV cache ---------------------------------------------------------------
 

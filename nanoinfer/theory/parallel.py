@@ -179,14 +179,10 @@ def decode_step(
 ) -> Step:
     """One new token for each of ``batch`` rows, of one replica, that then hold ``context`` tokens.
 
-    Args:
-        micro_batches: that pass a pipeline; None for as many as there are stages, or rows if those are fewer.
-        drained: every row's token is waited for before the next step begins. If not, a micro-batch goes on
-            as soon as its own token has come back, and with as many of them as stages no stage waits.
-        imbalance: the busiest device's share of the experts' tokens over the mean one.
-
-    Raises:
-        RequestError: what :meth:`ParallelConfig.check` refuses, sizes below 1, a context beyond the model's, no link.
+    ``micro_batches`` pass a pipeline; None for as many as there are stages, or rows if those are fewer. ``drained``:
+    every row's token is waited for before the next step begins. If not, a micro-batch goes on as soon as its own token
+    has come back, and with as many of them as stages no stage waits. ``imbalance`` is the busiest device's share of
+    the experts' tokens over the mean one. Raises as :meth:`ParallelConfig.check` does, and where there is no link.
     """
     return _step(config, machine, split, StepShape.decode(batch, context), micro_batches, drained, imbalance)
 

@@ -238,11 +238,15 @@ def mixed_step(config: ModelConfig, machine: Machine, rows: Rows, ends: int, tp:
     tokens = sum(new for _, new in rows)
     check_sizes(tokens=tokens)
     capacity.check_tp(config, tp)
-    phase = _phase(rows, tokens)
     timed = machine.curves.mixed_attention(rows) if machine.curves is not None and tp == 1 else None
-    op = attention(config, machine, mixed_attention_work(config, rows), tp, timed)
-    operators = _with_attention(config, machine, op, phase, tokens, ends, tp, paged=True)
-    return Step(phase, len(rows), max(old + new for old, new in rows), machine, tuple(operators))
+    phase = _phase(rows, tokens)
+    operators = (
+        *weight_products(config, machine, tokens, ends, tp),
+        attention(config, machine, mixed_attention_work(config, rows), tp, timed),
+        small_operators(config, machine, tokens, phase, paged=True),
+        *tp_messages(config, machine, tokens, ends, tp),
+    )
+    return Step(phase, len(rows), max(old + new for old, new in rows), machine, operators)
 
 
 class StepTimes:
@@ -322,27 +326,11 @@ def uniform_operators(
     config: ModelConfig, machine: Machine, shape: StepShape, ends: int, tp: int, *, embeds: bool = True
 ) -> list[Operator]:
     """A step's operators; ``ends`` rows go through the head, and ``embeds`` tells whether the embedding is here too."""
-    op = uniform_attention(config, machine, shape, tp)
-    return _with_attention(config, machine, op, shape.phase, shape.tokens, ends, tp, embeds=embeds)
-
-
-def _with_attention(
-    config: ModelConfig,
-    machine: Machine,
-    attention: Operator,
-    phase: Phase,
-    tokens: int,
-    ends: int,
-    tp: int,
-    *,
-    embeds: bool = True,
-    paged: bool = False,
-) -> list[Operator]:
     return [
-        *weight_products(config, machine, tokens, ends, tp),
-        attention,
-        small_operators(config, machine, tokens, phase, paged=paged),
-        *tp_messages(config, machine, tokens, ends, tp, embeds=embeds),
+        *weight_products(config, machine, shape.tokens, ends, tp),
+        uniform_attention(config, machine, shape, tp),
+        small_operators(config, machine, shape.tokens, shape.phase),
+        *tp_messages(config, machine, shape.tokens, ends, tp, embeds=embeds),
     ]
 
 

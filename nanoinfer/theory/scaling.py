@@ -90,19 +90,12 @@ def scale(
     imbalance: float = 1.0,
     utilisation: float = 0.9,
 ) -> Scaling:
-    """One kind of parallelism over more and more devices.
+    """One kind of parallelism over more and more devices of ``memory_bytes`` each.
 
-    Args:
-        memory_bytes: of one device.
-        batch: rows that a replica decodes: the same work for more devices, of which replicas alone get more.
-        context: tokens that each of them holds, and of each prompt.
-        prompts: that are prefilled together.
-        rows_per_device: ``batch`` rows for each device instead: more work for more devices.
-        imbalance: of the busiest device's experts over the mean; as far as few devices allow.
-        utilisation: share of the memory that may be used.
-
-    Raises:
-        RequestError: sizes below 1, a context beyond the model's, a dimension that model or machine do not have.
+    A replica prefills ``prompts`` together and decodes ``batch`` rows, ``context`` tokens each: the same work for more
+    devices, of which replicas alone get more; with ``rows_per_device``, ``batch`` rows for each device. ``imbalance``,
+    the busiest device's experts over the mean, is taken as far as few devices allow. Raises :class:`RequestError` for
+    a dimension that model or machine do not have.
     """
     check_sizes(batch=batch, context=context, prompts=prompts)
     points: list[Point] = []
