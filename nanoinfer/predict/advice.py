@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final
 
 from nanoinfer.configs.config import ModelConfig
@@ -104,7 +104,7 @@ def advise(demand: Demand, split: ParallelConfig, preferences: Preferences) -> d
         "why": reason,
         "suggestion": _suggestion(demand, preferences, number, options),
         "choices": [
-            {**option.record(), "as_asked": option.split == split}
+            option.record(as_asked=option.split == split)
             for i, option in enumerate(options)
             if i < MOST_SHOWN or option.split == split
         ],
@@ -187,16 +187,11 @@ class ParallelOption:
     most_rows: int
     tokens_per_s: float
 
-    def record(self) -> dict[str, Any]:
+    def record(self, as_asked: bool) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "split": vars(self.split),
-            "name": str(self.split),
-            "ttft_s": self.ttft_s,
-            "decode_seconds": self.decode_s,
-            "most_rows": self.most_rows,
-            "tokens_per_s_with_most_rows": self.tokens_per_s,
-        }
+        keys = ("ttft_s", "decode_seconds", "most_rows", "tokens_per_s_with_most_rows")
+        figures = dict(zip(keys, astuple(self)[1:], strict=True))
+        return {"split": vars(self.split), "name": str(self.split), **figures, "as_asked": as_asked}
 
 
 def splits(devices: int) -> Iterator[ParallelConfig]:
@@ -218,9 +213,8 @@ def _divisors(n: int) -> list[int]:
 def parallel_options(demand: Demand, devices: int, rows: int, want: str) -> list[ParallelOption]:
     """The splits of ``devices`` devices on which ``rows`` rows in all fit, best first.
 
-    Args:
-        want: ``latency`` (the shortest decode step for those rows), ``throughput`` (most tokens/s with as many rows
-            as fit), ``both`` (the best product of the two), ``smallest`` (fewest devices to a replica, then latency).
+    ``want`` is ``latency`` (the shortest decode step for those rows), ``throughput`` (most tokens/s with as many rows
+    as fit), ``both`` (the best product of the two) or ``smallest`` (fewest devices to a replica, then latency).
     """
     config, machine, context = demand.config, demand.machine, demand.context
     options = []

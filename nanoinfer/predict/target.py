@@ -6,7 +6,7 @@ With a datasheet nothing here imports torch, so that the commands answer at once
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Final
 
 from nanoinfer.configs.config import ModelConfig
@@ -33,11 +33,6 @@ class TargetDevice:
     watts: float | None
     page: str | None
     device: str | None = None  # torch's name, of this machine's
-
-    @property
-    def source(self) -> str:
-        """Where its rates come from."""
-        return "datasheet" if self.device is None else "measured on this machine"
 
 
 def dtype_named(name: str) -> str:
@@ -107,15 +102,10 @@ class Links:
     nodes_alpha_us: float | None = None
 
     def connect(self, machine: Machine, split: ParallelConfig, notes: list[str]) -> Machine:
-        """The machine with these links; what a reader should know of them goes to ``notes``.
-
-        Raises:
-            NanoinferError: an unknown link, or a split over devices that have none.
-        """
+        """The machine with these links; what a reader should know of them goes to ``notes``. Raises as its parts do."""
         check("--gpus-per-node", self.per_node, at_least=1)
-        for name, value in {"--alpha-us": self.alpha_us, "--nodes-alpha-us": self.nodes_alpha_us}.items():
-            if value is not None:
-                check(name, value, at_least=0)
+        check("--alpha-us", self.alpha_us or 0, at_least=0)
+        check("--nodes-alpha-us", self.nodes_alpha_us or 0, at_least=0)
         inside = None if self.link is None else hardware.link(self.link)
         across = None if self.nodes_link is None else hardware.link(self.nodes_link)
         per_node = self.per_node
@@ -171,7 +161,7 @@ def machine_row(target: TargetDevice, machine: Machine, devices: int, dtype: str
     """What a record says of the devices and their rates."""
     return {
         "name": target.name,
-        "rates_from": target.source,
+        "rates_from": "datasheet" if target.device is None else "measured on this machine",
         "datasheet": target.page,
         "devices": devices,
         "dtype": dtype,
@@ -184,12 +174,7 @@ def machine_row(target: TargetDevice, machine: Machine, devices: int, dtype: str
 
 def bytes_row(used: capacity.Bytes) -> dict[str, float]:
     """Bytes of one device by what they hold."""
-    return {
-        "weights": used.weights,
-        "kv": used.kv,
-        "activations": used.activations,
-        "unused_in_blocks": used.fragmentation,
-    }
+    return dict(zip(("weights", "kv", "activations", "unused_in_blocks"), astuple(used), strict=True))
 
 
 def gpus() -> list[dict[str, Any]]:
