@@ -41,12 +41,8 @@ Decode = Callable[[int, int, ParallelConfig], Step]
 def predict(options: PredictOptions) -> dict[str, Any]:
     """Predicted times, rates, memory and price.
 
-    The decode step is the one whose rows hold ``context`` tokens; with ``new``, a whole generation of that
-    many tokens is added up too.
-
-    Raises:
-        NanoinferError: an unknown model, device, link or dtype, sizes below 1, a context beyond the model's,
-            a split that the model or the devices do not allow, or more than the memory holds.
+    The decode step is the one whose rows hold ``context`` tokens; with ``new``, a whole generation of that many tokens
+    is added up too. Raises :class:`NanoinferError` for what the model, the devices or their memory do not allow.
     """
     config, dtype = config_of(options.model), dtype_named(options.dtype)
     split = ParallelConfig(options.tp, options.pp, options.cp, options.ep, options.replicas)

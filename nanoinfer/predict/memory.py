@@ -17,9 +17,7 @@ from nanoinfer.theory.parameters import BYTES
 def fit(options: FitOptions) -> dict[str, Any]:
     """Where each byte of one device goes with the largest batch at ``context`` tokens a row, and what would change it.
 
-    Raises:
-        NanoinferError: an unknown model, device or dtype, sizes below 1, a context beyond the model's, heads that
-            ``tp`` does not divide, a utilisation outside (0, 1], or weights that alone do not fit.
+    Raises :class:`NanoinferError` for heads that ``tp`` does not divide, or weights that alone do not fit.
     """
     config, dtype = config_of(options.model), dtype_named(options.dtype)
     capacity.check_tp(config, options.tp)

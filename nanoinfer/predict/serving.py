@@ -1,11 +1,7 @@
 """What users of a service that is not there would see, and how many replicas a load needs: ``simulate`` and ``plan``.
 
-Requests come at random; the engine's own scheduler plans every step over as many KV blocks as the device has room for;
-the roofline says how long each step takes; and the traces are scored as those of a real server are. Nothing of this
-needs weights or the device.
-
-What is left out makes a real service slower: the network, the tokenizer, the host's work between steps, kernels below
-the roofline. A simulation with a datasheet's rates is a bound, not a promise; with ``--gpu here`` rates are measured.
+The engine's own scheduler plans every step and the roofline times it. Left out, which makes a real service slower: the
+network, the tokenizer, the host's work between steps, kernels below the roofline. ``--gpu here`` measures the rates.
 """
 
 from __future__ import annotations
@@ -24,14 +20,7 @@ from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError, check
 from nanoinfer.models.lookup import config_of
 from nanoinfer.predict.options import PlanOptions, SimulateOptions
-from nanoinfer.predict.target import (
-    TargetDevice,
-    dtype_named,
-    machine_of,
-    machine_row,
-    model_row,
-    target_named,
-)
+from nanoinfer.predict.target import TargetDevice, dtype_named, machine_of, machine_row, model_row, target_named
 from nanoinfer.simulate.simulator import simulate
 from nanoinfer.theory import capacity, cost
 from nanoinfer.theory.roofline import StepTimes
@@ -66,11 +55,7 @@ class SimulatedLoad:
 
 
 def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
-    """Latencies, goodput, rates and use of a service under a load, on a computed clock.
-
-    Raises:
-        NanoinferError: what cannot be predicted, what no engine could serve, a search without limits.
-    """
+    """Latencies, goodput, rates and use of a service under a load, on a computed clock."""
     config, dtype = config_of(options.model), dtype_named(options.dtype)
     for name in ("requests", "replicas"):
         check(f"--{name}", getattr(options, name), at_least=1)
@@ -220,9 +205,6 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     them that each has some headroom, and spares stand by for those that fail. Round-robin reaches each replica more
     evenly than it is simulated here, which errs on the safe side; that a short run does not show how a queue grows
     errs on the other, for which the headroom is there too.
-
-    Raises:
-        NanoinferError: what cannot be simulated, users below 1, or limits that a replica breaks at any rate.
     """
     check("--users", min(options.users, default=0), at_least=1)
     check("--spares", options.spares, at_least=0)
@@ -242,14 +224,27 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     def planned(users: int) -> dict[str, Any]:
         load = users * options.per_user / 3600
         active = math.ceil(load / highest / (1 - options.headroom))
+        devices = (active + options.spares) * options.tp
         simulation = simulate_serving(replace(base, rate=load / active))
+        tokens_s = load * simulation["tokens"]["output"] / max(1, simulation["requests"]["measured"])
+        watts = None if target.watts is None else target.watts * devices
+        usd = None if options.usd_per_hour is None else options.usd_per_hour * devices
         return {
             "users": users,
             "load_per_s": load,
             "replicas": active,
             "spares": options.spares,
             "load_share": load / (active * highest),
-            **_plan_row(simulation, load, (active + options.spares) * options.tp, target, options.usd_per_hour),
+            "devices": devices,
+            "busy_share": simulation["engine"]["busy"]["share"],
+            "ttft_p99_s": simulation["latency"]["ttft"]["p99"],
+            "tpot_p99_s": simulation["latency"]["tpot"]["p99"],
+            "good_share": simulation["goodput"]["share"],
+            "output_tokens_per_s": tokens_s,
+            "usd_per_hour": usd,
+            "output_usd_per_mtok": None if usd is None else cost.usd_per_mtok(usd, tokens_s),
+            "watts": watts,
+            "tokens_per_joule": None if watts is None else tokens_s / watts,
         }
 
     plans = [planned(users) for users in options.users]
@@ -264,27 +259,6 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         "replica_rate_definition": searched["highest_rate"]["definition"],
         "plans": plans,
         "notes": list(_plan_notes(target, options.spares, plans)),
-    }
-
-
-def _plan_row(
-    simulation: Mapping[str, Any], load: float, devices: int, target: TargetDevice, usd_per_hour: float | None
-) -> dict[str, Any]:
-    """What users feel on one replica, and what all devices cost and draw."""
-    tokens_s = load * simulation["tokens"]["output"] / max(1, simulation["requests"]["measured"])
-    watts = None if target.watts is None else target.watts * devices
-    usd = None if usd_per_hour is None else usd_per_hour * devices
-    return {
-        "devices": devices,
-        "busy_share": simulation["engine"]["busy"]["share"],
-        "ttft_p99_s": simulation["latency"]["ttft"]["p99"],
-        "tpot_p99_s": simulation["latency"]["tpot"]["p99"],
-        "good_share": simulation["goodput"]["share"],
-        "output_tokens_per_s": tokens_s,
-        "usd_per_hour": usd,
-        "output_usd_per_mtok": None if usd is None else cost.usd_per_mtok(usd, tokens_s),
-        "watts": watts,
-        "tokens_per_joule": None if watts is None else tokens_s / watts,
     }
 
 

@@ -102,7 +102,10 @@ class Links:
     nodes_alpha_us: float | None = None
 
     def connect(self, machine: Machine, split: ParallelConfig, notes: list[str]) -> Machine:
-        """The machine with these links; what a reader should know of them goes to ``notes``. Raises as its parts do."""
+        """The machine with these links; what a reader should know of them goes to ``notes``.
+
+        Raises :class:`NanoinferError` for an unknown link, or a split over devices that have none.
+        """
         check("--gpus-per-node", self.per_node, at_least=1)
         check("--alpha-us", self.alpha_us or 0, at_least=0)
         check("--nodes-alpha-us", self.nodes_alpha_us or 0, at_least=0)

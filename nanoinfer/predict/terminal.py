@@ -108,20 +108,17 @@ def _operators(step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield ("all, per device", "", *total)
 
 
-def _communication(record: dict[str, Any], links: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _communication(record: dict[str, Any], links: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     phases = [record[phase]["communication"] for phase in ("prefill", "decode")]
-
-    def row(name: str, key: str, unit: str) -> tuple[str, str, str]:
-        first, second = (si(phase[key], unit) for phase in phases)
-        return name, first, second
-
-    yield "calls", f"{phases[0]['calls']:,}", f"{phases[1]['calls']:,}"
-    yield row("bytes that it sends", "sent_per_device_bytes", "B")
-    yield row("the same a token", "sent_per_device_and_token_bytes", "B")
-    yield row("time for that", "seconds", "s")
-    yield row("waiting for other devices", "waiting_for_others_s", "s")
-    first, second = (f"{phase['share_of_time']:.1%}" for phase in phases)
-    yield "share of the time in both", first, second
+    yield "calls", *(f"{phase['calls']:,}" for phase in phases)
+    for name, key, unit in (
+        ("bytes that it sends", "sent_per_device_bytes", "B"),
+        ("the same a token", "sent_per_device_and_token_bytes", "B"),
+        ("time for that", "seconds", "s"),
+        ("waiting for other devices", "waiting_for_others_s", "s"),
+    ):
+        yield name, *(si(phase[key], unit) for phase in phases)
+    yield "share of the time in both", *(f"{phase['share_of_time']:.1%}" for phase in phases)
     for name, rate, alpha in (("link", "link", "alpha"), ("link between servers", "nodes_link", "nodes_alpha")):
         if (rate_s := links[f"{rate}_bytes_per_s"]) is not None:
             yield f"{name}: rate, and time of a call", si(rate_s, "B/s"), si(links[f"{alpha}_s"], "s")
@@ -210,27 +207,23 @@ def show_simulate(console: Console, record: Mapping[str, Any]) -> None:
     """What was simulated, the tables, each definition, and what must be known before it is believed."""
     machine, load, engine = record["machine"], record["load"], record["engine_settings"]
     split = f", {engine['replicas']} replicas of tp {machine['tp']}" if machine["devices"] > 1 else ""
+    header = ("ms", "n", "mean", "median", "95% interval", "p90", "p95", "p99", "95% interval")
+    figures = {title: record["latency"][name] for name, title in FIGURES.items()}
+    latencies = [
+        (t, *latency_cells(figure), interval_text(figure["intervals"]["p99"])) for t, figure in figures.items()
+    ]
     show_parts(
         console,
         f"Simulated: {record['model']['name']} on {_devices(machine)} ({machine['rates_from']}){split}, "
         f"{machine['dtype']}; {load['requests']:,} requests, {load['arrivals']} at {load['rate_per_s']:g}/s, "
         f"prompts {load['prompt_tokens']}, answers {load['output_tokens']}, seed {load['seed']}; "
         f"{engine['kv_blocks']:,} KV blocks of {engine['block_tokens']} tokens a replica",
-        _latency(record),
+        (header, latencies),
         _use(record),
         *([_goodput(record)] if record["goodput"] else []),
         "",
         *closing_lines(_definitions(record), record["notes"]),
     )
-
-
-def _latency(record: Mapping[str, Any]) -> Rows:
-    """A row a figure; the intervals are the median's and p99's."""
-    header = ("ms", "n", "mean", "median", "95% interval", "p90", "p95", "p99", "95% interval")
-    figures = {title: record["latency"][name] for name, title in FIGURES.items()}
-    return header, [
-        (title, *latency_cells(figure), interval_text(figure["intervals"]["p99"])) for title, figure in figures.items()
-    ]
 
 
 def _use(record: Mapping[str, Any]) -> Rows:
