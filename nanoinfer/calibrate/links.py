@@ -38,15 +38,11 @@ ROUNDS: Final = 20
 
 @dataclass(frozen=True)
 class Rate:
-    """What one kind of call costs.
+    """What one kind of call costs."""
 
-    ``alpha``: seconds of a call, however small. ``beta``: bytes a second that leave this rank. ``points``: measured
-    bytes sent, and the median of seconds.
-    """
-
-    alpha: float
-    beta: float
-    points: tuple[tuple[float, float], ...]
+    alpha: float  # seconds of a call, however small
+    beta: float  # bytes a second that leave this rank
+    points: tuple[tuple[float, float], ...]  # measured: bytes sent, and the median of seconds
 
     def seconds(self, calls: float, sent: float) -> float:
         """Of ``calls`` that send ``sent`` bytes in all."""
@@ -60,15 +56,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """The rates between ``ranks`` processes on one kind of device, by kind of call.
-
-    ``disturbed`` is the share of the processors' time that went to other programs meanwhile.
-    """
+    """The rates between ``ranks`` processes on one kind of device, by kind of call."""
 
     ranks: int
     device: str
     rates: Mapping[str, Rate]
-    disturbed: float
+    disturbed: float  # the share of the processors' time that went to other programs meanwhile
 
     def rate(self, kind: str) -> Rate:
         """The rate of a kind of :class:`Traffic`. Raises :class:`RequestError` for one that was not timed."""
@@ -86,10 +79,10 @@ class LinkRates:
         try:
             data = json.loads(text)
             rates = {
-                kind: Rate(rate["alpha"], rate["beta"], tuple((sent, seconds) for sent, seconds in rate["points"]))
+                kind: Rate(**{**rate, "points": tuple((sent, seconds) for sent, seconds in rate["points"])})
                 for kind, rate in data["rates"].items()
             }
-            return cls(data["ranks"], data["device"], rates, data["disturbed"])
+            return cls(**{**data, "rates": rates})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a record of a link's rates: {error!r}") from None
 
@@ -118,20 +111,16 @@ def fit_rate(points: Iterable[tuple[float, float]]) -> Rate:
 def measure_link(ranks: int, device: str = "cpu", *, rounds: int = ROUNDS, fresh: bool = False) -> LinkRates:
     """Time the collectives between ``ranks`` processes of this machine, some ten seconds.
 
-    Kept in the user's cache for a day, unless other programs slowed it down; ``fresh`` measures again.
-
-    Args:
-        rounds: samples of every kind and size; interleaved, so that a disturbance falls on a few of each.
-
-    Raises:
-        RequestError: fewer than two ranks.
-        DeviceError: as :func:`~nanoinfer.parallel.launch.launch`.
+    Kept in the user's cache for a day, unless other programs slowed it down; ``fresh`` measures again. Each round takes
+    one sample of every kind and size, so that a disturbance falls on a few of each. Raises :class:`RequestError` for
+    fewer than two ranks, and what :func:`~nanoinfer.parallel.launch.launch` raises.
     """
     check("a link's ranks", ranks, at_least=2, whole=True)
 
     def measure() -> LinkRates:
         answers = launch(f"{__name__}:time_calls", ranks, {"rounds": rounds}, device=device)
-        return LinkRates(ranks, device, _rates(answers), _disturbed(answers))
+        others = answers[0]["busy"] - sum(answer["own"] for answer in answers)
+        return LinkRates(ranks, device, _rates(answers), max(0.0, float(others / answers[0]["wall"])))
 
     return cached(
         cache_file("link", [ranks, device, *machine_key()], [Path(parallel.__path__[0])]),
@@ -154,12 +143,6 @@ def _rates(answers: list[dict[str, Any]]) -> dict[str, Rate]:
             medians.append((sent, sorted_percentile(sorted(map(min, samples)), 50)))
         rates[kind] = fit_rate(medians)
     return rates
-
-
-def _disturbed(answers: list[dict[str, Any]]) -> float:
-    """The share of the processors' time that went to other programs."""
-    others = answers[0]["busy"] - sum(answer["own"] for answer in answers)
-    return max(0.0, float(others / answers[0]["wall"]))
 
 
 def time_calls(comm: Communicator, rounds: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -95,25 +95,22 @@ class AllReduce:
 class Calibration:
     """The ceilings of one device. Bytes/s, FLOP/s and seconds.
 
-    ``copy`` counts bytes read plus bytes written. ``launch`` is one tiny elementwise operator issued without waiting
-    for it, ``launch_synced`` the same waited for each time (no different on a CPU), ``launch_linear`` a tiny
-    ``F.linear`` by dtype. ``skipped`` says what was too slow for the budget, or unsupported. ``waited`` is the share
-    of its time for which this process queued for a core (``None`` where the system does not tell): other work took
-    it, and every figure is too low.
+    ``waited`` is the share of its time for which this process queued for a core (``None`` where the system does not
+    tell): other work took it, and every figure is too low.
     """
 
     device: str
     device_name: str
     threads: int
     dtypes: tuple[str, ...]
-    copy: Reading
+    copy: Reading  # bytes read plus bytes written
     reads: Mapping[str, Reading]
     products: tuple[Product, ...]
-    launch: Reading
-    launch_synced: Reading
-    launch_linear: Mapping[str, Reading]
+    launch: Reading  # one tiny elementwise operator, issued without waiting for it
+    launch_synced: Reading  # the same, waited for each time; no different on a CPU
+    launch_linear: Mapping[str, Reading]  # a tiny F.linear, by dtype
     all_reduce: AllReduce | None
-    skipped: tuple[str, ...]
+    skipped: tuple[str, ...]  # too slow for the budget, or unsupported
     rounds: int
     waited: float | None
     budget_s: float
@@ -174,20 +171,16 @@ class Calibration:
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
         """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything :meth:`to_json` did not write."""
         reduce: dict[str, Any] | None = data["all_reduce"]
-        return cls(
-            **{
-                **data,
-                "dtypes": tuple(data["dtypes"]),
-                "skipped": tuple(data["skipped"]),
-                **{name: Reading(**data[name]) for name in ("copy", "launch", "launch_synced")},
-                **{
-                    name: {key: Reading(**value) for key, value in data[name].items()}
-                    for name in ("reads", "launch_linear")
-                },
-                "products": tuple(Product(**{**row, "rate": Reading(**row["rate"])}) for row in data["products"]),
-                "all_reduce": reduce and AllReduce(**{**reduce, "seconds": Reading(**reduce["seconds"])}),
-            }
-        )
+        fields = dict(data)
+        for name in ("dtypes", "skipped"):
+            fields[name] = tuple(data[name])
+        for name in ("copy", "launch", "launch_synced"):
+            fields[name] = Reading(**data[name])
+        for name in ("reads", "launch_linear"):
+            fields[name] = {key: Reading(**value) for key, value in data[name].items()}
+        fields["products"] = tuple(Product(**{**row, "rate": Reading(**row["rate"])}) for row in data["products"])
+        fields["all_reduce"] = reduce and AllReduce(**{**reduce, "seconds": Reading(**reduce["seconds"])})
+        return cls(**fields)
 
 
 # --- measuring -------------------------------------------------------------------
@@ -281,6 +274,11 @@ class _Bench:
         self.add(("read", f"matrix-vector product {dtype}"), _Item(lambda: linear(vector, tall), flat.nbytes))
         tiny, tiny_weight = torch.ones(1, 64, dtype=kind, device=self.device), weights[0][:64, :64].contiguous()
         self.add(("launch_linear", dtype), _Item(lambda: linear(tiny, tiny_weight), 1, calls=100, wait=False))
+
+        def product(weights: tuple[torch.Tensor, ...], rows: int) -> Callable[[], object]:
+            x, turn = weights[0][:1].repeat(rows, 1), itertools.cycle(weights)
+            return lambda: linear(x, next(turn))
+
         for streamed in (True, False):
             rows_before, seconds_before = 0, 0.0
             for rows in ROWS[self.kind]:
@@ -289,15 +287,8 @@ class _Bench:
                     how = "streamed" if streamed else "cached"
                     self.skipped.append(f"{dtype} product of {rows} rows, {how}: too slow for the budget")
                     continue
-                item = self._product(weights if streamed else weights[:1], rows, width)
-                rows_before, seconds_before = rows, self.add(("product", dtype, rows, width, streamed), item)
-
-    @staticmethod
-    def _product(weights: tuple[torch.Tensor, ...], rows: int, width: int) -> _Item:
-        from torch.nn.functional import linear
-
-        x, turn = weights[0][:1].repeat(rows, 1), itertools.cycle(weights)
-        return _Item(lambda: linear(x, next(turn)), 2 * rows * width * width)
+                item = _Item(product(weights if streamed else weights[:1], rows), 2 * rows * width * width)
+                rows_before, seconds_before = rows, self.add(("product", (dtype, rows, width, streamed)), item)
 
     def launches(self) -> None:
         import torch
@@ -323,14 +314,8 @@ class _Bench:
             rounds, longest = rounds + 1, max(longest, clock.now() - start)
         return rounds
 
-    def named(self, kind: str) -> dict[str, _Item]:
+    def named(self, kind: str) -> dict[Any, _Item]:
         return {key[1]: item for key, item in self.items.items() if key[0] == kind}
-
-    def points(self) -> Iterator[Product]:
-        for key, item in self.items.items():
-            if key[0] == "product":
-                _, dtype, rows, width, streamed = key
-                yield Product(dtype, rows, width, streamed, item.rate())
 
 
 def _ranks() -> int:
@@ -390,7 +375,10 @@ def _measure(device: str, name: str, budget_s: float) -> Calibration:
         dtypes=dtypes,
         copy=bench.items["copy",].rate(),
         reads={name: item.rate() for name, item in bench.named("read").items()},
-        products=tuple(bench.points()),
+        products=tuple(
+            Product(dtype, rows, width, streamed, item.rate())
+            for (dtype, rows, width, streamed), item in bench.named("product").items()
+        ),
         launch=bench.items["launch",].seconds(),
         launch_synced=bench.items["launch_synced",].seconds(),
         launch_linear={name: item.seconds() for name, item in bench.named("launch_linear").items()},

@@ -54,8 +54,7 @@ ATTENTION_BYTES = 2**28
 def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:
     """Time the operators of a loaded model; some ten seconds for a small one on a laptop.
 
-    Args:
-        repeats: timed calls a point, of which the median counts; one more warms up.
+    The median counts of ``repeats`` timed calls a point; one more warms up.
     """
     device = next(loaded.model.parameters()).device
     with torch.inference_mode():
@@ -165,24 +164,23 @@ def _decode_attention(
 ) -> tuple[dict[int, Curve], dict[int, Curve]]:
     """Over a contiguous cache, and over the same memory taken as the blocks of a paged one."""
     config = loaded.model.config
-    contexts = tuple(c for c in CONTEXTS if c < config.context) + (
-        (config.context,) if config.context < CONTEXTS[-1] else ()
-    )
+    last = (config.context,) if config.context < CONTEXTS[-1] else ()
+    contexts = tuple(c for c in CONTEXTS if c < config.context) + last
+
+    def attend_all() -> None:
+        for k, v in zip(cache.k, cache.v, strict=True):
+            attend(q, k, v)
+
     curves, paged_curves = {}, {}
     for batch in BATCHES:
         seconds, paged_seconds = [], []
         for context in contexts:
             cache = _cache(loaded, batch, context, device)
             q = torch.randn(batch, config.n_heads, 1, config.d_head, device=device).to(cache.k.dtype)
-            seconds.append(_seconds(partial(_attend_all, q, cache), device, repeats) / len(cache.k))
+            seconds.append(_seconds(attend_all, device, repeats) / len(cache.k))
             paged_seconds.append(_seconds(partial(_attend_paged, q, *_blocks(cache)), device, repeats) / len(cache.k))
         curves[batch], paged_curves[batch] = Curve(contexts, tuple(seconds)), Curve(contexts, tuple(paged_seconds))
     return curves, paged_curves
-
-
-def _attend_all(q: Tensor, cache: ContiguousCache) -> None:
-    for k, v in zip(cache.k, cache.v, strict=True):
-        attend(q, k, v)
 
 
 def _blocks(cache: ContiguousCache) -> tuple[Tensor, Tensor, list[Row]]:
@@ -226,9 +224,8 @@ def _rest(loaded: LoadedModel, device: torch.device, repeats: int, parts: Operat
 
     Against rows of one token each, as in a decode step, and against the tokens of one prompt.
     """
-    config = loaded.model.config
     decode = [(n, 1, SHORT) for n in REST_BATCHES]
-    prefill = [(1, n, n) for n in REST_PREFILLS if n <= config.context]
+    prefill = [(1, n, n) for n in REST_PREFILLS if n <= loaded.model.config.context]
     curves = []
     for shapes in (decode, prefill):
         seconds = []
@@ -254,13 +251,13 @@ def _layer(loaded: LoadedModel, device: torch.device, repeats: int, batch: int, 
     x = torch.randn(batch, new, config.d_model, device=device).to(dtype)
     positions = torch.arange(context - new, context, device=device).expand(batch, new)
     extra = (model.rope(positions, dtype),) if isinstance(model, Llama) else ()
-    return _seconds(partial(_run_layers, blocks, x, extra, cache), device, repeats) / len(blocks)
 
+    def run_layers() -> None:
+        cache.length = cache.capacity - new  # the last slots, again and again
+        for block in blocks:
+            block(x, *extra, cache, None)
 
-def _run_layers(blocks: list[nn.Module], x: Tensor, extra: tuple[object, ...], cache: ContiguousCache) -> None:
-    cache.length = cache.capacity - x.shape[1]  # the last slots, again and again
-    for block in blocks:
-        block(x, *extra, cache, None)
+    return _seconds(run_layers, device, repeats) / len(blocks)
 
 
 def _paged_rest(loaded: LoadedModel, parts: OperatorCurves) -> tuple[Curve, Curve]:

@@ -11,8 +11,7 @@ import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from nanoinfer.errors import DeviceError, NanoinferError, check
 from nanoinfer.measure.clock import now, synchronize
@@ -39,13 +38,7 @@ class EnergyUse:
         return None if self.joules is None or not self.seconds else self.joules / self.seconds
 
 
-class Counter(Protocol):
-    """Counts joules from its creation on. Reading raises ``OSError`` or ``ValueError``."""
-
-    source: str
-
-    def joules(self) -> float:
-        """Joules since the counter was made."""
+# A counter counts joules from its creation on. Reading raises ``OSError`` or ``ValueError``.
 
 
 class RaplCounter:
@@ -55,9 +48,8 @@ class RaplCounter:
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:
-        self._domains = [
-            zone for zone in sorted(folder.glob("intel-rapl:*")) if _text(zone / "name").startswith("package")
-        ]
+        zones = sorted(folder.glob("intel-rapl:*"))
+        self._domains = [zone for zone in zones if _text(zone / "name").startswith("package")]
         if not self._domains:
             raise OSError(f"no RAPL package in {folder}")
         self._ranges = [int(_text(zone / "max_energy_range_uj")) for zone in self._domains]
@@ -112,13 +104,8 @@ class NvmlCounter:
 class EnergyMeter:
     """``with EnergyMeter(device) as meter: ...`` then ``meter.use``.
 
-    Args:
-        watts: power to assume where there is no counter, in place of a datasheet's.
-        powercap: the folder of RAPL's domains.
-
-    Raises:
-        NanoinferError: watts that are not above 0; on ``use``, before the region was left.
-        DeviceError: a CUDA device that is not there.
+    ``watts`` are assumed where there is no counter, in place of a datasheet's. Raises :class:`NanoinferError` for watts
+    not above 0, and on ``use`` before the region was left; :class:`DeviceError` for a CUDA device that is not there.
     """
 
     def __init__(self, device: str = "cpu", *, watts: float | None = None, powercap: Path = POWERCAP) -> None:
@@ -138,9 +125,7 @@ class EnergyMeter:
         self._start = now()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         synchronize(self._device)
         seconds = now() - self._start
         self._finished.set()
@@ -151,7 +136,7 @@ class EnergyMeter:
         watts, source = self._assumed()
         self._use = EnergyUse(None if watts is None else watts * seconds, seconds, source, False)
 
-    def _find_counter(self) -> Counter | None:
+    def _find_counter(self) -> RaplCounter | NvmlCounter | None:
         with contextlib.suppress(OSError, ValueError):
             if self._cuda:
                 return NvmlCounter(self._device)
@@ -159,7 +144,7 @@ class EnergyMeter:
                 return RaplCounter(self._powercap)
         return None
 
-    def _poll(self, counter: Counter) -> None:
+    def _poll(self, counter: RaplCounter | NvmlCounter) -> None:
         with contextlib.suppress(OSError, ValueError):
             while not self._finished.wait(POLL_EVERY_S):
                 counter.joules()

@@ -65,20 +65,6 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _gpus() -> list[dict[str, Any]]:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [
-        {
-            "name": gpu.name,
-            "memory_bytes": gpu.total_memory,
-            "compute_capability": f"{gpu.major}.{gpu.minor}",
-        }
-        for gpu in map(torch.cuda.get_device_properties, range(count))
-    ]
-
-
 def _os_name() -> str:
     if platform.system() != "Linux":
         return f"{platform.system()} {platform.release()}"
@@ -93,13 +79,17 @@ def _describe() -> dict[str, Any]:
     import psutil
     import torch
 
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     return {
         "cpu": cpu_model(),
         "architecture": platform.machine(),
         "cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _gpus(),
+        "gpus": [
+            {"name": gpu.name, "memory_bytes": gpu.total_memory, "compute_capability": f"{gpu.major}.{gpu.minor}"}
+            for gpu in gpus
+        ],
         "cuda": torch.version.cuda,
         "os": _os_name(),
     }

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure.clock import require_cuda
@@ -24,27 +23,21 @@ if TYPE_CHECKING:
 Method = Literal["VmHWM, reset through clear_refs", "RSS sampled every 2 ms", "torch.cuda peak statistics"]
 
 
-# --- counted ---------------------------------------------------------------------
-
-
 def tensors_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes that these tensors occupy, each byte once: ties and overlapping views are not counted twice.
 
-    A strided view counts from its first to its last element. Tensors without storage
-    (``meta``) count by shape and dtype, each object once.
+    A strided view counts from its first to its last element; on ``meta`` each object counts by shape and dtype.
     """
     spans: dict[str, list[tuple[int, int]]] = {}
     shapes: dict[int, int] = {}
     for tensor in tensors:
-        if not tensor.numel():
-            continue
         if tensor.device.type == "meta":
-            shapes[id(tensor)] = tensor.numel() * tensor.element_size()
+            shapes[id(tensor)] = tensor.nbytes
+        if tensor.device.type == "meta" or not tensor.numel():
             continue
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
         extent = (sum((size - 1) * stride for size, stride in pairs) + 1) * tensor.element_size()
-        start = tensor.data_ptr()
-        spans.setdefault(str(tensor.device), []).append((start, start + extent))
+        spans.setdefault(str(tensor.device), []).append((tensor.data_ptr(), tensor.data_ptr() + extent))
     total = sum(shapes.values())
     for intervals in spans.values():
         reached = 0
@@ -54,24 +47,16 @@ def tensors_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-# --- measured --------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a region took, in bytes.
-
-    ``start``, ``peak`` and ``end``: the process's resident memory on the CPU, the bytes that live tensors hold
-    (allocated) on CUDA. ``reserved_peak``: what torch's CUDA allocator took from the driver, ``None`` on the CPU.
-    ``method`` says how it was measured: sampling can miss a peak shorter than 2 ms.
-    """
+    """Bytes of a region: the process's resident memory on the CPU, what live tensors hold (allocated) on CUDA."""
 
     device: str
-    method: Method
+    method: Method  # sampling can miss a peak shorter than 2 ms
     start: int
     peak: int
     end: int
-    reserved_peak: int | None = None
+    reserved_peak: int | None = None  # what torch's CUDA allocator took from the driver; None on the CPU
 
     @property
     def above_start(self) -> int:
@@ -79,14 +64,7 @@ class MemoryUse:
         return max(0, self.peak - self.start)
 
 
-class _Gauge(Protocol):
-    """Watches a peak from its creation on; all in bytes."""
-
-    method: Method
-    start: int
-
-    def finish(self) -> tuple[int, int, int | None]:
-        """``(peak, end, reserved peak)``."""
+# A gauge watches a peak from its creation on; ``finish`` returns (peak, end, reserved peak), all in bytes.
 
 
 class _CudaGauge:
@@ -161,11 +139,8 @@ class _SampledGauge:
 class MemoryMeter:
     """``with MemoryMeter(device) as meter: ...`` then ``meter.use``.
 
-    The peak of the process (or GPU) is reset on entry, so meters do not nest.
-
-    Raises:
-        DeviceError: a CUDA device that is not there.
-        NanoinferError: on entry, where a meter is open; on ``use``, before the region was left.
+    The peak of the process (or GPU) is reset on entry, so meters do not nest: :class:`NanoinferError` where one is
+    open, and on ``use`` before the region was left. Raises :class:`DeviceError` for a CUDA device that is not there.
     """
 
     _open = False
@@ -184,7 +159,7 @@ class MemoryMeter:
         MemoryMeter._open = True
         return self
 
-    def _begin(self) -> _Gauge:
+    def _begin(self) -> _CudaGauge | _HighWaterGauge | _SampledGauge:
         gc.collect()
         # Hand freed heap pages back, or the region would reuse them and seem to need nothing.
         with contextlib.suppress(OSError, AttributeError):
@@ -196,9 +171,7 @@ class MemoryMeter:
                 return _HighWaterGauge()
         return _SampledGauge()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         MemoryMeter._open = False
         peak, end, reserved = self._gauge.finish()
         self._use = MemoryUse(self._device, self._gauge.method, self._gauge.start, peak, end, reserved)

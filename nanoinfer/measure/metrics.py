@@ -35,9 +35,7 @@ DEFINITIONS: Mapping[str, str] = {
 def _token_chunks(trace: Trace) -> list[tuple[float, int]]:
     """The chunks with tokens, in time order; refuses a clock that ran backwards."""
     times = [trace.t_scheduled, trace.t_sent, *(t for t, _ in trace.chunks)]
-    if trace.t_end is not None:
-        times.append(trace.t_end)
-    for before, after in pairwise(times):
+    for before, after in pairwise(times if trace.t_end is None else [*times, trace.t_end]):
         if not before <= after:
             raise NanoinferError(f"trace: time runs backwards ({before} then {after}); use one monotonic clock")
     return trace.token_chunks
@@ -96,9 +94,7 @@ def chunk_gaps(trace: Trace) -> list[float]:
 
 def itl_perceived(trace: Trace) -> list[float]:
     """``N - 1`` unordered gaps as a reader sees them: the tokens of one chunk appear together, 0 apart."""
-    chunks = _token_chunks(trace)
-    within = [0.0] * sum(n - 1 for _, n in chunks)
-    return [*within, *chunk_gaps(trace)]
+    return [0.0] * sum(n - 1 for _, n in _token_chunks(trace)) + chunk_gaps(trace)
 
 
 def e2e(trace: Trace) -> float | None:
@@ -177,17 +173,13 @@ def _window(start: float, end: float) -> float:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates over one window of ``window_s`` seconds.
-
-    ``output_tok_s`` counts tokens by their arrival (of failed requests too: the work was done), ``requests_s`` good
-    requests by their end, ``input_tok_s`` prompt tokens by the first output token. ``drained_tok_s``: all tokens of the
-    requests sent in the window, over the time from its start to their last token; ``None`` where there is none.
-    """
+    """Rates over one window."""
 
     window_s: float
-    output_tok_s: float
-    requests_s: float
-    input_tok_s: float
+    output_tok_s: float  # by arrival; of failed requests too: the work was done
+    requests_s: float  # good ones, by their end
+    input_tok_s: float  # prompt tokens, by the first output token
+    #: All tokens of the requests sent in the window, over the time from its start to their last token, if any.
     drained_tok_s: float | None
 
 
@@ -199,13 +191,8 @@ def throughput(traces: Sequence[Trace], start: float, end: float) -> Throughput:
     read = sum(trace.prompt_tokens for trace in traces for t, _ in trace.token_chunks[:1] if start <= t < end)
     drained = [chunk for trace in traces if start <= trace.t_sent < end for chunk in trace.token_chunks]
     over = max((t for t, _ in drained), default=start) - start
-    return Throughput(
-        window_s=width,
-        output_tok_s=out / width,
-        requests_s=ended / width,
-        input_tok_s=read / width,
-        drained_tok_s=sum(n for _, n in drained) / over if over > 0 else None,
-    )
+    drained_tok_s = sum(n for _, n in drained) / over if over > 0 else None
+    return Throughput(width, out / width, ended / width, read / width, drained_tok_s)
 
 
 def peak_throughput(traces: Sequence[Trace], start: float, end: float, part_s: float = 1.0) -> float:

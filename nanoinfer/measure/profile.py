@@ -22,17 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """One operator in one phase.
-
-    ``self_ms``: time in the operator itself, not in those it calls; on CUDA that of the kernels it launched.
-    ``share``: of the phase's total, 0 to 1.
-    """
+    """One operator in one phase."""
 
     phase: str
     operator: str
     calls: int
-    self_ms: float
-    share: float
+    self_ms: float  # in the operator itself, not in those it calls; on CUDA that of the kernels it launched
+    share: float  # of the phase's total, 0 to 1
 
 
 @contextlib.contextmanager
@@ -53,10 +49,7 @@ def _quiet() -> Iterator[None]:
 
 
 def profile_phases(
-    phases: Mapping[str, Callable[[], object]],
-    device: str | torch.device = "cpu",
-    top: int = 8,
-    warmup: int = 1,
+    phases: Mapping[str, Callable[[], object]], device: str | torch.device = "cpu", top: int = 8, warmup: int = 1
 ) -> list[OperatorTime]:
     """Profile each phase, after ``warmup`` calls, and return its ``top`` operators, the largest share first.
 

@@ -78,14 +78,8 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 def perplexity(model: Model, ids: Sequence[int], context: int, stride: int, n_bytes: int | None = None) -> Score:
     """Score ``ids`` over sliding windows, as the module's docstring defines it.
 
-    Args:
-        ids: the text's token ids; the first is not scored.
-        context: tokens of a window, at most the model's context.
-        stride: tokens from one window to the next, below ``context``.
-        n_bytes: UTF-8 bytes of the scored text (all but the first id's).
-
-    Raises:
-        RequestError: a text, context, stride or number of bytes that cannot be scored.
+    ``n_bytes``: of the scored text in UTF-8 (all but the first id's). Raises :class:`RequestError` for what cannot be
+    scored.
     """
     if n_bytes is not None:
         check("n_bytes", n_bytes, at_least=1, whole=True)

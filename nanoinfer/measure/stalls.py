@@ -49,17 +49,13 @@ class Pause:
 
 @dataclass(frozen=True)
 class Stall:
-    """A long gap of trace number ``trace``, from ``start`` to ``end``, s.
-
-    ``first``: the wait for the first token, from when the request was due. ``shares``: seconds by cause; they add
-    up to the gap.
-    """
+    """A long gap of trace number ``trace``, from ``start`` to ``end``, s."""
 
     trace: int
     start: float
     end: float
-    first: bool
-    shares: dict[Cause, float]
+    first: bool  # the wait for the first token, from when the request was due
+    shares: dict[Cause, float]  # seconds by cause; they add up to the gap
 
     @property
     def cause(self) -> Cause:
@@ -103,18 +99,14 @@ def stalls(
 ) -> list[Stall]:
     """Every gap between tokens above ``longer_than`` times the median one, and so every wait for a first token.
 
-    Args:
-        traces: of one run.
-        steps: the engine's notes, if any.
-        pauses: of the engine's process.
-        longer_than: 0 takes every gap.
-
-    Raises:
-        NanoinferError: steps that overlap or run backwards, a negative multiple.
+    Raises :class:`NanoinferError` for steps that overlap or run backwards, and for a negative multiple.
     """
     check("stalls: longer_than", longer_than, at_least=0, error=NanoinferError)
     log = _Log(steps, pauses)
-    gaps = [gap for number, trace in enumerate(traces) for gap in _gaps(number, trace)]
+    gaps = []
+    for number, trace in enumerate(traces):
+        times = [trace.t_scheduled, *(t for t, _ in trace.token_chunks)]
+        gaps += [Stall(number, a, b, i == 0, {}) for i, (a, b) in enumerate(pairwise(times))]
     long = []
     for first in (True, False):
         kind = [gap for gap in gaps if gap.first == first]
@@ -131,12 +123,6 @@ def totals(long_gaps: Iterable[Stall]) -> dict[Cause, float]:
         for cause, share in stall.shares.items():
             seconds[cause] += share
     return dict(sorted(seconds.items(), key=lambda pair: -pair[1]))
-
-
-def _gaps(number: int, trace: Trace) -> list[Stall]:
-    chunks = trace.token_chunks
-    first = [Stall(number, trace.t_scheduled, chunks[0][0], True, {})] if chunks else []
-    return first + [Stall(number, a, b, False, {}) for (a, _), (b, _) in pairwise(chunks)]
 
 
 class _Log:

@@ -149,22 +149,11 @@ def summarize(values: Iterable[float], confidence: float = 0.95) -> Summary:
     std = None
     if mean is not None and n > 1 and math.isfinite(mean):
         std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / (n - 1))
-    median, p90, p95, p99 = (sorted_percentile(ordered, q) if n else None for q in (50.0, *TAILS))
-    return Summary(
-        n=n,
-        mean=mean,
-        std=std,
-        minimum=ordered[0] if n else None,
-        maximum=ordered[-1] if n else None,
-        median=median,
-        p90=p90,
-        p95=p95,
-        p99=p99,
-        low=low,
-        high=high,
-        confidence=confidence,
-        too_small=tuple(f"p{q:g}" for q in TAILS if n < least_n(q)),
+    minimum, maximum, median, p90, p95, p99 = (
+        sorted_percentile(ordered, q) if n else None for q in (0.0, 100.0, 50.0, *TAILS)
     )
+    too_small = tuple(f"p{q:g}" for q in TAILS if n < least_n(q))
+    return Summary(n, mean, std, minimum, maximum, median, p90, p95, p99, low, high, confidence, too_small)
 
 
 @dataclass(frozen=True)
@@ -236,12 +225,8 @@ class BatchMeans:
     Consecutive requests meet the same queue, so an interval that takes their waits for independent is too narrow,
     by a factor of ten in a busy queue. Here ``start`` to ``end`` is cut into 20 batches of equal duration, which are
     nearly independent, and the interval follows from how much they differ. That of a percentile is taken on the
-    scale of shares: the share of samples at or below it is a mean.
-
-    Source: Law, "Simulation Modeling and Analysis" (5th ed., 2015), 9.5.
-
-    Raises:
-        NanoinferError: an ``end`` that is not after ``start``.
+    scale of shares: the share of samples at or below it is a mean. Source: Law, "Simulation Modeling and Analysis"
+    (5th ed., 2015), 9.5. Raises :class:`NanoinferError` for an ``end`` that is not after ``start``.
     """
 
     #: Relative width below which two values count as equal.
