@@ -3,12 +3,10 @@
 Nothing runs but the policy: a step-time model says how long each step would take, and the same
 :class:`~nanoinfer.engines.scheduler.Scheduler`, given the same work, makes the same plans as in a real run.
 
-While all running requests decode, and none arrives or leaves, each step adds one token to each. Such steps are taken
-in one jump: their times come from the step-time model one after the other, but no plan is made for each. The tables of
-the scheduler grow and are committed by the same calls to its pool, in the same order, less those that change nothing
-but a length, so the traces are those of a simulation step by step, to the last bit. Nothing is kept of requests that
-have ended, and work is taken from its iterator no sooner than it can matter: memory does not grow with the number of
-requests, nor with the length of the queue.
+While all running requests decode, and none arrives or leaves, steps are taken in one jump, without a plan for each. The
+scheduler's tables grow and are committed by the same calls in the same order, less those that change nothing but a
+length, so the traces are those of a simulation step by step, to the last bit. Nothing is kept of requests that have
+ended, and work is taken no sooner than it can matter: memory grows neither with their number nor with the queue.
 """
 
 from __future__ import annotations

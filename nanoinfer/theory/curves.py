@@ -1,8 +1,7 @@
 """Measured operators: seconds against size, with straight lines in log-log between the points.
 
-A datasheet has one peak and one bandwidth. A real machine has a rate for every shape, so the
-best predictions are put together from operators that were timed one by one. This module only
-holds and interpolates such timings; :mod:`nanoinfer.calibrate.operators` takes them.
+A real machine has a rate for every shape, so the best predictions are put together from operators that were timed one
+by one. :mod:`nanoinfer.calibrate.operators` takes these timings.
 """
 
 from __future__ import annotations

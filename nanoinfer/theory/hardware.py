@@ -169,8 +169,7 @@ _LINKS_BY_KEY: Final = _by_key(LINKS)
 def device(name: str) -> Device:
     """The device of that name, in any case, with or without its maker; the driver's own names work too.
 
-    A bare family name means its commonest board: ``h100`` is the SXM one, ``a100`` the 80 GB
-    SXM one, ``b200`` the 180 GB HGX one. Raises :class:`DeviceError` with the nearest names.
+    A bare family name (``h100``) means its commonest board. Raises :class:`DeviceError` with the nearest names.
     """
     found = _DEVICES_BY_KEY.get(_key(name))
     if found is None:
@@ -214,9 +213,6 @@ def peak(which: str | Device, dtype: str = "bf16", *, sparse: bool = False) -> f
 
 
 def ridge(which: str | Device, dtype: str = "bf16") -> float:
-    """FLOP per byte at which compute and memory take equally long: dense peak over memory bandwidth.
-
-    Below it an operator waits for memory. Raises as :func:`peak` does.
-    """
+    """FLOP per byte below which an operator waits for memory: dense peak over bandwidth. Raises as :func:`peak`."""
     row = device(which) if isinstance(which, str) else which
     return peak(row, dtype) / (row.bandwidth_gbs * 1e9)

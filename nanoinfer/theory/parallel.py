@@ -242,7 +242,10 @@ def _pipeline(
     element = bytes_per_element(machine.dtype)
     m = min(pp, shape.batch) if micro_batches is None else micro_batches
     largest = replace(shape, batch=communication.micro_batch_rows(shape.batch, m)[0])  # the others wait for it
-    parts = [_stage(config, layers, machine, largest, tp) for layers in stages(config.n_layers, pp)]
+    parts = []
+    for layers in stages(config.n_layers, pp):  # the embedding belongs to the first, the head to the last
+        part, ends = layers_of(config, layers), largest.batch if layers.stop == config.n_layers else 0
+        parts.append(roofline.uniform_operators(part, machine, largest, ends, tp, embeds=layers.start == 0))
     hop = communication.pipeline_parallel(config, largest.batch, shape.new, pp, element, 1)[0]
     ids = communication.pipeline_parallel(config, shape.batch, shape.new, pp, element, m)[-1]
     crossings = network.nodes(pp, tp) - 1
@@ -254,13 +257,6 @@ def _pipeline(
     whole = path + (m - 1) * tick if drained else max(path, m * tick)
     send = Operator("send", 0.0, m * hop.sent, m, m * slowest_hop, "link")
     return [*(op.times(m) for op in busiest), send, Operator("waiting", 0.0, 0.0, m, whole - m * tick, "idle")]
-
-
-def _stage(config: ModelConfig, layers: range, machine: Machine, shape: StepShape, tp: int) -> list[Operator]:
-    """One stage's operators for one micro-batch; the head belongs to the last stage, the embedding to the first."""
-    ends = shape.batch if layers.stop == config.n_layers else 0
-    part = layers_of(config, layers)
-    return roofline.uniform_operators(part, machine, shape, ends, tp, embeds=layers.start == 0)
 
 
 def _seconds(operators: Sequence[Operator]) -> float:

@@ -164,8 +164,7 @@ def parameters(config: ModelConfig) -> int:
 def active_parameters(config: ModelConfig) -> int:
     """P': the parameters that each token is multiplied by; for a dense model also what each step reads.
 
-    Rows are looked up, not multiplied, in learned positions and in an untied input
-    embedding, so those are left out; a tied matrix is the head too and stays. Of the experts, ``top_k`` count.
+    Learned positions and an untied input embedding are looked up, so left out. Of the experts, ``top_k`` count.
     """
     layers = sum(
         vectors(config, i) + sum(m.used * m.size for m in layer_matrices(config, i)) for i in range(config.n_layers)

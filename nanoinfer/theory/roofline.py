@@ -5,14 +5,9 @@ the slower of the two, plus what it costs to start it:
 
     t = max(FLOPs / rate, bytes / bandwidth) + launches * launch time
 
-The sum over the step is the prediction. A :class:`Machine` says what the rates are: a datasheet's peaks
-(:class:`~nanoinfer.theory.hardware.Device`), ceilings measured on this machine
-(:class:`nanoinfer.calibrate.machine.Calibration`), or one model's own operators, timed
-(:class:`~nanoinfer.theory.curves.OperatorCurves`).
-
-Rows that are all alike make a :class:`StepShape`. The continuous engine packs chunks of prompts with decoding rows:
-matrix products depend only on the number of packed tokens, attention on each row's context (:func:`mixed_step`).
-Sources: Williams et al., "Roofline" (2009); Chen, "Transformer Inference Arithmetic" (2022).
+A :class:`Machine` has the rates: a datasheet's, ceilings measured here, or one model's own operators, timed. Rows that
+are all alike make a :class:`StepShape`; the continuous engine packs chunks of prompts with decoding rows
+(:func:`mixed_step`). Sources: Williams et al., "Roofline" (2009); Chen, "Transformer Inference Arithmetic" (2022).
 """
 
 from __future__ import annotations
@@ -73,8 +68,7 @@ class Machine:
     def datasheet(cls, name: str, dtype: str = "bfloat16", launch_s: float = 0.0) -> Machine:
         """A device's dense peak and bandwidth as its vendor states them. Raises :class:`DeviceError`.
 
-        Without ``launch_s`` this is the roofline itself, as if small operators were fused and nothing
-        cost time to start; eager PyTorch on a GPU pays some 4 microseconds for each operator.
+        Without ``launch_s`` small operators count as fused; eager PyTorch on a GPU pays some 4 us for each operator.
         """
         device = hardware.device(name)
         network = None if device.link is None else Network(device.link.gbs_one_way * 1e9)
