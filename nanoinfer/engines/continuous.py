@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import psutil
@@ -174,11 +174,10 @@ class ContinuousEngine(Engine):
             raise
 
     def _note_starts(self, plan: StepPlan) -> None:
-        for chunk in plan.chunks:
-            for sample in chunk.sequence.samples:
-                trace = sample.request.trace
+        for sequence in [chunk.sequence for chunk in plan.chunks]:
+            for trace in [sample.request.trace for sample in sequence.samples]:
                 if trace.t_start is None:
-                    trace.t_start, trace.cached_tokens = now(), chunk.sequence.cached_tokens
+                    trace.t_start, trace.cached_tokens = now(), sequence.cached_tokens
 
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
         """Run the chunks, those of one token first; logits ``[R, V]`` of those that reach their text's end."""
@@ -198,11 +197,7 @@ class ContinuousEngine(Engine):
     def _forward_model(self, chunks: Sequence[Chunk], step: PagedStep) -> Tensor:
         ids = [i for c in chunks for i in c.sequence.tokens[c.start : c.start + c.n]]
         packed = self.model.hidden(torch.tensor([ids], device=self.device), step.positions, step)[0]  # [N, d]
-        ends, last = [], -1
-        for chunk in chunks:
-            last += chunk.n
-            if chunk.reaches_end:
-                ends.append(last)
+        ends = [end - 1 for end, c in zip(accumulate(c.n for c in chunks), chunks, strict=True) if c.reaches_end]
         return self.model.head(packed[ends])
 
     def _sample(self, sequences: Sequence[SequenceState], logits: Tensor) -> None:
@@ -288,9 +283,8 @@ class ContinuousEngine(Engine):
             running.close()
 
     def _affordable_tokens(self, max_running: int, block_size: int) -> int:
+        most = min(psutil.virtual_memory().available // 4, 2**30)
         if self.device.type == "cuda":
             most = torch.cuda.mem_get_info(self.device)[0] // 2
-        else:
-            most = min(psutil.virtual_memory().available // 4, 2**30)
         per_token = kv_bytes_per_token(self.config, str(self.dtype).removeprefix("torch."))
         return min(most // per_token, max_running * -(-self.config.context // block_size) * block_size)

@@ -83,10 +83,8 @@ class Engine(ABC):
         prompt_list = _as_list(prompts)
         params = SamplingParams() if params is None else params
         settings: list[Any] = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
-        if len(settings) != len(prompt_list):
-            raise RequestError(
-                f"{len(prompt_list)} prompts but {len(settings)} SamplingParams: give one for all, or one each"
-            )
+        if (n := len(settings)) != len(prompt_list):
+            raise RequestError(f"{len(prompt_list)} prompts but {n} SamplingParams: give one for all, or one each")
         if odd := [setting for setting in settings if not isinstance(setting, SamplingParams)]:
             raise RequestError(f"settings are given as SamplingParams(...), not as {type(odd[0]).__name__}")
         requests: list[Request] = []

@@ -45,15 +45,9 @@ class ReplyOptions:
         """Raises :class:`~nanoinfer.errors.RequestError` for a value out of its range."""
         from nanoinfer.sampling.params import SamplingParams
 
-        return SamplingParams(
-            self.max_tokens,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            seed=self.seed,
-            stop=tuple(self.stop or ()),
-        )
+        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return SamplingParams(**settings, stop=tuple(self.stop or ()))
 
     def load(self) -> Engine:
         """The engine with its model. Raises :class:`~nanoinfer.errors.NanoinferError` as :func:`nanoinfer.load`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from nanoinfer.engines.request import Request, TokenLogprob
@@ -112,15 +113,11 @@ class CompletionFormat(ResponseFormat):
 
     def logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         texts = [self.token(entry.token_id)[0] for entry in entries]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [{self.token(i)[0]: _finite(value) for i, value in entry.top} for entry in entries],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset))[: len(texts)],
         }
 
 

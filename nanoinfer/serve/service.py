@@ -38,9 +38,8 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise APIError(
-                404, f"there is no model '{name}' here; this server has '{self.name}'", "model", "model_not_found"
-            )
+            message = f"there is no model '{name}' here; this server has '{self.name}'"
+            raise APIError(404, message, "model", "model_not_found")
 
     async def tokenize(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
@@ -61,12 +60,9 @@ class Service:
         context, n = self.engine.config.context, len(prompt)
         if n >= context or n + (max_tokens or 0) > context:
             wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
-            raise APIError(
-                400,
-                f"the prompt has {n} tokens{wanted}; the context is {context} tokens: shorten one of them",
-                "messages" if max_tokens is None else "max_tokens",
-                "context_length_exceeded",
-            )
+            message = f"the prompt has {n} tokens{wanted}; the context is {context} tokens: shorten one of them"
+            param = "messages" if max_tokens is None else "max_tokens"
+            raise APIError(400, message, param, "context_length_exceeded")
         return context - n if max_tokens is None else max_tokens
 
     def check_choices(self, prompts: int, n: int) -> None:
