@@ -64,7 +64,6 @@ class BatchedEngine(CachedEngine):
         self.waste = Waste()
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
-        """Cut the requests into batches, in their order, and run each to its end."""
         self.waste = Waste()
         for first in range(0, len(requests), self.batch_size):
             yield from super().run(requests[first : first + self.batch_size])
