@@ -60,12 +60,10 @@ def timed(fn: Callable[[], T], device: str | torch.device = "cpu") -> tuple[T, f
 
 
 class CudaTimer:
-    """Time on the GPU's own clock, between two CUDA events in the current stream.
+    """Time on the GPU's own clock, between two CUDA events: ``with CudaTimer() as timer: ...`` then ``timer.seconds``.
 
-    Leaves out what Python does before the first event and after the last, which :func:`timed`
-    includes; time in which the GPU waits between two kernels is inside both.
-    ``with CudaTimer() as timer: ...`` then ``timer.seconds``.
-    Raises :class:`DeviceError` where there is no CUDA.
+    Leaves out what Python does before the first event and after the last, which :func:`timed` includes; time in which
+    the GPU waits between two kernels is inside both. Raises :class:`DeviceError` where there is no CUDA.
     """
 
     def __init__(self) -> None:
@@ -87,9 +85,6 @@ class CudaTimer:
         """Seconds between the events; waits for the second one."""
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) / 1000.0
-
-
-# --- repeated --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -250,21 +250,14 @@ def goodput(
     first = min(trace.t_scheduled for trace in traces) if start is None else start
     last = max(_left(trace) for trace in traces) if end is None else end
     width = _window(first, last)
-    return Goodput(
-        good=len(good),
-        attempted=len(traces),
-        excluded=excluded,
-        share=len(good) / judged if judged else None,
-        requests_s=len(good) / width,
-        tok_s=sum(output_tokens(trace) for trace in good) / width,
-    )
+    share, tokens = len(good) / judged if judged else None, sum(output_tokens(trace) for trace in good)
+    return Goodput(len(good), len(traces), excluded, share, len(good) / width, tokens / width)
 
 
 def mean_concurrency(traces: Iterable[Trace], start: float, end: float) -> float:
     """Time-weighted mean number of requests in flight (sent, not yet ended) in the window."""
-    width = _window(start, end)
     busy = math.fsum(max(0.0, min(_left(trace), end) - max(trace.t_sent, start)) for trace in traces)
-    return busy / width
+    return busy / _window(start, end)
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,7 @@ def shifted(notes: Iterable[Note], by: float) -> list[Note]:
 
 
 def stalls(
-    traces: Sequence[Trace],
-    steps: Sequence[StepNote] = (),
-    pauses: Sequence[Pause] = (),
-    *,
-    longer_than: float = 3.0,
+    traces: Sequence[Trace], steps: Sequence[StepNote] = (), pauses: Sequence[Pause] = (), *, longer_than: float = 3.0
 ) -> list[Stall]:
     """Every gap between tokens above ``longer_than`` times the median one, and so every wait for a first token.
 

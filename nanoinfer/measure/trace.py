@@ -25,25 +25,24 @@ ChunkKind = Literal["role", "reasoning", "content", "finish", "usage", "done"]
 class Trace:
     """One request's life, in seconds of a monotonic clock.
 
-    ``chunks`` holds ``(t, n)``: ``n`` output tokens became visible at ``t``; 0 for a role or a usage frame. An engine
-    that queues sets ``t_start``, when the request left the queue, ``cached_tokens`` of the prompt that were not
-    computed, and ``preemptions``. A client of a server sets the ``kinds`` of its chunks, one each, ``error``, what went
-    wrong (``http 500``, ``connect``), and ``estimated`` where the server sent no counts and they are a guess.
+    An engine that queues sets ``t_start``, ``cached_tokens`` and ``preemptions``; a client of a server ``kinds``,
+    ``error`` and ``estimated``.
     """
 
     t_scheduled: float
     t_sent: float
+    #: ``(t, n)``: ``n`` output tokens became visible at ``t``; 0 for a role or a usage frame.
     chunks: list[tuple[float, int]] = field(default_factory=list)
     t_end: float | None = None
     status: Status = "ok"
     prompt_tokens: int = 0
     output_tokens: int = 0
-    t_start: float | None = None
-    cached_tokens: int = 0
+    t_start: float | None = None  # when the request left the queue
+    cached_tokens: int = 0  # of the prompt, not computed
     preemptions: int = 0
-    kinds: list[ChunkKind] = field(default_factory=list)
-    error: str | None = None
-    estimated: bool = False
+    kinds: list[ChunkKind] = field(default_factory=list)  # one for each chunk
+    error: str | None = None  # what went wrong: ``http 500``, ``connect``
+    estimated: bool = False  # the server sent no counts: they are a guess
 
     def token(self, t: float, n: int = 1) -> None:
         """Note that ``n`` tokens arrived at time ``t``."""
