@@ -118,7 +118,6 @@ class ContinuousEngine(Engine):
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
         return bool(self._inbox or self.scheduler.running or self.scheduler.waiting)
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:

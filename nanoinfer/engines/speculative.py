@@ -246,7 +246,6 @@ class SpeculativeEngine(Engine):
         self.speculation = Speculation()
 
     def _load_draft(self, draft: str | LoadedModel) -> LoadedModel:
-        """The draft model, if it can draft for this one."""
         if not isinstance(draft, LoadedModel):
             draft = load_model(draft, device=self.device, dtype=self.dtype)
         if (size := draft.model.config.vocab_size) != (wanted := self.config.vocab_size):
@@ -264,7 +263,6 @@ class SpeculativeEngine(Engine):
             raise RequestError("the speculative engine does not crop; use on_full='stop', or the cached engine")
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
-        """One request after another, each to its end."""
         self.speculation = Speculation()
         for request in requests:
             request.trace.t_start = now()
@@ -274,7 +272,6 @@ class SpeculativeEngine(Engine):
 
     @torch.inference_mode()
     def _pass(self, active: SpeculativeRequest) -> list[Event]:
-        """Draft, check, deliver: one token or more."""
         request = active.request
         room = request.limit - len(request.generated) - 1  # besides the token that comes in any case
         draft = active.drafter.propose(request.sampler, min(self.n_draft, room))

@@ -103,8 +103,7 @@ class GenerationRequest(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_default(cls, body: Any) -> Any:
-        """As in OpenAI's own API."""
+    def _null_is_default(cls, body: Any) -> Any:  # as in OpenAI's own API
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
