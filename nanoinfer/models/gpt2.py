@@ -1,7 +1,6 @@
 """GPT-2: learned positions, layer norm before each block, tanh-GELU, a tied head.
 
-The module names are those of the published checkpoints, so that loading is a
-matter of copying tensors and not of translating names.
+Modules are named as in the published checkpoints, so that loading copies tensors and translates no names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Llama: rotary positions, RMS norm, grouped queries, a gated MLP, no biases.
-
-SmolLM2, the book's small real model, has this architecture.
-"""
+"""Llama, and so SmolLM2: rotary positions, RMS norm, grouped queries, a gated MLP, no biases."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from nanoinfer.models.model import Decoder
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Rotation per position of each pair of dimensions, ``[d_h / 2]`` fp32, in radians.
 
-    With Llama 3's scaling, wavelengths longer than the original context are
-    stretched by ``factor``, short ones are kept, and those between are blended.
+    Llama 3's scaling stretches wavelengths above the original context by ``factor``, and blends towards short ones.
     """
     half = torch.arange(0, config.d_head, 2, dtype=torch.float64) / config.d_head
     plain = config.rope_theta**-half
@@ -34,10 +30,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair ``(x[i], x[i + d_h/2])`` by its angle.
-
-    ``x`` is ``[B, n, T, d_h]``, cos and sin are ``[B, 1, T, d_h/2]``.
-    """
+    """Rotate each pair ``(x[i], x[i + d_h/2])`` of ``x`` ``[B, n, T, d_h]``; cos and sin are ``[B, 1, T, d_h/2]``."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 

@@ -17,10 +17,7 @@ _COUNTED = {name.lower(): name for name in MODELS if name.lower() not in SHAPES}
 
 
 def config_of(name: str) -> ModelConfig:
-    """The shape of a model by name (``gpt2``, ``llama-3-70b``) or of a file or folder on this machine.
-
-    Raises :class:`ModelError` for a name that is none of these.
-    """
+    """The shape of a model by name (``gpt2``, ``llama-3-70b``) or of a file or folder; else :class:`ModelError`."""
     if (shape := name.removeprefix("random:")) in SHAPES:
         return SHAPES[shape]
     if (counted := _COUNTED.get(shape.lower())) is not None:
@@ -46,7 +43,6 @@ def config_of_file(path: Path) -> ModelConfig:
     """The shape that a config.json, a folder with one, or a GGUF's header describes; no weight is read.
 
     A GGUF's own tensors must add up to the count, so a variant that its header does not describe is refused.
-    Raises :class:`ModelError`.
     """
     if path.suffix != ".gguf":
         path = path / "config.json" if path.is_dir() else path
@@ -56,8 +52,6 @@ def config_of_file(path: Path) -> ModelConfig:
     gguf = read_gguf(path)
     stored = sum(math.prod(t.shape) for name, t in gguf.tensors.items() if not name.startswith("rope_f"))
     if stored != (counted := parameters(gguf.config)):
-        raise ModelError(
-            f"{path}: its tensors hold {stored:,} parameters, its header describes {counted:,}; "
-            "this variant of the architecture is not supported"
-        )
+        counts = f"its tensors hold {stored:,} parameters, its header describes {counted:,}"
+        raise ModelError(f"{path}: {counts}; this variant of the architecture is not supported")
     return gguf.config

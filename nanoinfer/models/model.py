@@ -25,26 +25,22 @@ class Model(Protocol):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits for new tokens: ``[B, T, V]``, or ``[B, 1, V]`` with ``last_only``.
+        """Logits for new tokens: ``[B, T, V]``, or with ``last_only`` those of the last position, ``[B, 1, V]``.
 
         Args:
             ids: ``[B, T]`` int64, the new tokens.
             positions: ``[B, T]`` int64, of each in its sequence.
             cache: holds older keys and values and takes the new ones; None recomputes.
             mask: ``[B, 1, T, S]`` bool over all ``S`` visible tokens; None means causal without padding.
-            last_only: compute the head for the last position alone.
         """
-        ...
 
     def hidden(
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """The output of the last layer, ``[B, T, d]``; for a caller that needs the logits of some tokens only."""
-        ...
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and head: ``[..., d]`` to logits ``[..., V]``."""
-        ...
 
 
 class Decoder(nn.Module):
@@ -69,13 +65,11 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The layers, in order."""
         layers: nn.ModuleList = getattr(self, self.parts[1])
         return layers
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm before the head."""
         norm: nn.Module = getattr(self, self.parts[2])
         return norm
 
@@ -101,7 +95,6 @@ class Decoder(nn.Module):
     def hidden(
         self, ids: Tensor, positions: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """As :meth:`Model.hidden`."""
         return self.through_layers(self.embed(ids, positions), positions, cache, mask)
 
     def through_layers(self, x: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
@@ -114,7 +107,6 @@ class Decoder(nn.Module):
         return x
 
     def head(self, x: Tensor) -> Tensor:
-        """As :meth:`Model.head`."""
         x = self.final_norm(x)
         return F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
 

@@ -1,8 +1,7 @@
 """A mixture of experts in place of the MLP, as in Mixtral.
 
-A layer holds ``E`` MLPs. A router chooses ``k`` of them for each token, the token goes through those only, and their
-outputs are summed by the router's weights: many weights to hold, few to compute with. Source: Jiang et al.,
-"Mixtral of Experts" (2024).
+A router chooses ``k`` of ``E`` MLPs for each token, and weights their outputs: many weights to hold, few to compute
+with. Source: Jiang et al., "Mixtral of Experts" (2024).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The same weights in Hugging Face transformers, an independent implementation to compare with.
-
-It is not a dependency of the library; the book, the tests and the benchmarks use it.
-"""
+"""The same weights in Hugging Face transformers, to compare with; not a dependency of the library."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ def hf_config(config: ModelConfig) -> Any:
         from transformers import GPT2Config, LlamaConfig, MixtralConfig
     except ImportError:
         raise ModelError("transformers is not installed here; install it with: pip install transformers") from None
-    common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    common: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied}
+    common |= {"bos_token_id": None, "eos_token_id": None}
     if config.family == "gpt2":
         return GPT2Config(
             n_positions=config.context,
@@ -76,31 +69,23 @@ def to_transformers(loaded: LoadedModel) -> Any:
         elif ".experts." not in name:
             state[f"model.{name}"] = tensor
     for name, module in ours.named_modules():
-        if isinstance(module, MixtureOfExperts):
-            state |= {f"model.{name}.experts.{key}": tensor for key, tensor in _stacked(module).items()}
-    head = "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"
-    state.setdefault("lm_head.weight", state[head])
-    dtype = state[head].dtype
+        if isinstance(module, MixtureOfExperts):  # there, all experts' matrices are in two tensors
+            experts: list[dict[str, Tensor]] = [dict(expert.named_parameters()) for expert in module.experts]
+            gate_up = [torch.cat((expert["gate_proj.weight"], expert["up_proj.weight"])) for expert in experts]
+            state[f"model.{name}.experts.gate_up_proj"] = torch.stack(gate_up)
+            state[f"model.{name}.experts.down_proj"] = torch.stack([expert["down_proj.weight"] for expert in experts])
+    embedding = loaded.model.embedding.weight
+    state.setdefault("lm_head.weight", embedding)
+    kind = GPT2LMHeadModel if gpt2 else LlamaForCausalLM if loaded.model.config.moe is None else MixtralForCausalLM
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(embedding.dtype)
     try:  # transformers builds in the default dtype; its rotary tables stay fp32 all the same
-        kind = GPT2LMHeadModel if gpt2 else LlamaForCausalLM if loaded.model.config.moe is None else MixtralForCausalLM
         theirs: Any = kind(config)
     finally:
         torch.set_default_dtype(before)
     theirs.load_state_dict(state, assign=True)
     theirs.tie_weights()
-    return theirs.to(state[head].device).eval().requires_grad_(False)
-
-
-def _stacked(experts: MixtureOfExperts) -> dict[str, Tensor]:
-    """All experts' matrices in two tensors, as transformers holds them."""
-    gate_up, down = [], []
-    for expert in experts.experts:
-        weights: dict[str, Tensor] = dict(expert.named_parameters())
-        gate_up.append(torch.cat((weights["gate_proj.weight"], weights["up_proj.weight"])))
-        down.append(weights["down_proj.weight"])
-    return {"gate_up_proj": torch.stack(gate_up), "down_proj": torch.stack(down)}
+    return theirs.to(embedding.device).eval().requires_grad_(False)
 
 
 def transformers_greedy(theirs: Any, prompt_ids: list[int], count: int) -> list[int]:

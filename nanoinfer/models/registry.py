@@ -1,8 +1,4 @@
-"""Load a model by name.
-
-A name is looked up in this order: ``random:SHAPE``, the names we know, a
-``.gguf`` file or a folder on this machine, a hub id ``owner/name``.
-"""
+"""Load a model by name: ``random:SHAPE``, a name we know, a file or folder on this machine, a hub id ``owner/name``."""
 
 from __future__ import annotations
 
@@ -45,17 +41,13 @@ GPT2_END = 50_256  # <|endoftext|>, GPT-2's only special token
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on its device; ``model.config`` is its shape.
-
-    Without a tokenizer, prompts are token ids. ``eos_ids`` are all ids that end a sequence; ``source`` says what was
-    loaded from where, for provenance.
-    """
+    """A model in eval mode on its device; ``model.config`` is its shape."""
 
     name: str
     model: GPT2 | Llama
-    tokenizer: Tokenizer | None
-    eos_ids: frozenset[int]
-    source: str
+    tokenizer: Tokenizer | None  # without one, prompts are token ids
+    eos_ids: frozenset[int]  # all ids that end a sequence
+    source: str  # what was loaded from where, for provenance
 
 
 @dataclass(frozen=True)
@@ -71,17 +63,11 @@ class KnownModel:
 
 def known_models() -> list[KnownModel]:
     """Every name that can be loaded without a path, and whether its files are on this machine already."""
-
-    def row(name: str, shape: str, on_disk: bool, how: str) -> KnownModel:
-        return KnownModel(name, SHAPES[shape].family, parameters(SHAPES[shape]), on_disk, how)
-
-    package = fetch.SMOLLM2.requirement
-    rows = [row(DEFAULT, DEFAULT, fetch.SMOLLM2.present, f"out of the Python package {package}")]
-    rows += [
-        row(name, name, fetch.hub_folder(*place) is not None, f"from the hub: {place[0]}")
-        for name, place in HUB.items()
-    ]
-    return rows + [row(f"random:{name}", name, True, "random weights from a seed, at true shape") for name in SHAPES]
+    rows = [(DEFAULT, fetch.SMOLLM2.present, f"out of the Python package {fetch.SMOLLM2.requirement}")]
+    rows += [(name, fetch.hub_folder(*at) is not None, f"from the hub: {at[0]}") for name, at in HUB.items()]
+    rows += [(f"random:{name}", True, "random weights from a seed, at true shape") for name in SHAPES]
+    shapes = [SHAPES[name.removeprefix("random:")] for name, _, _ in rows]
+    return [KnownModel(row[0], s.family, parameters(s), *row[1:]) for row, s in zip(rows, shapes, strict=True)]
 
 
 def check_device(device: str | torch.device) -> torch.device:
@@ -119,23 +105,13 @@ Loader = Callable[[torch.device, torch.dtype, int], LoadedModel]
 
 
 def load_model(
-    name: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: str | torch.dtype = "float32",
-    seed: int = 0,
+    name: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "float32", seed: int = 0
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    Args:
-        name: ``smollm2-135m``, ``gpt2`` to ``gpt2-xl``, ``random:SHAPE``, a folder with config.json and
-            safetensors, a ``.gguf`` file, or a hub id ``owner/name``.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
-        seed: of the weights of ``random:`` models; others do not use it.
-
-    Raises:
-        NanoinferError: one line that names what is unknown, missing or damaged, and the way out.
+    ``name`` is ``smollm2-135m``, ``gpt2`` to ``gpt2-xl``, ``random:SHAPE``, a folder with config.json and safetensors,
+    a ``.gguf`` file, or a hub id ``owner/name``; ``seed`` is of the weights of ``random:`` models.
+    Raises :class:`NanoinferError`: one line that names what is unknown, missing or damaged, and the way out.
     """
     return find_model(str(name))(check_device(device), check_dtype(device, dtype), check_seed(seed))
 
@@ -207,10 +183,10 @@ def _random(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> 
     name, config = f"random:{shape}", SHAPES[shape]
     needed, free = parameters(config) * dtype.itemsize, psutil.virtual_memory().available
     if device.type == "cpu" and needed > free:  # the kernel would kill the process without a message
-        raise ModelError(
-            f"'{name}' takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {free / 1e9:.1f} GB of "
-            "memory are free; take a smaller model, or dtype bfloat16"
+        sizes = (
+            f"{needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {free / 1e9:.1f} GB of memory are free"
         )
+        raise ModelError(f"'{name}' takes {sizes}; take a smaller model, or dtype bfloat16")
     model = assemble(config, random_state(config, dtype, seed, device), device)
     tokenizer = _random_tokenizer(shape, config)
     eos_ids = frozenset[int]() if tokenizer is None else tokenizer.eos_ids

@@ -1,19 +1,19 @@
 """Checkpoints in safetensors, and weights drawn from a seed, into our modules.
 
-Everything is checked against the names and shapes that the model expects before
-a single weight is read, so that a file that is damaged or of another model gives
-one line instead of wrong tokens. Pickle files, which run code when they are opened, are never loaded.
+Names and shapes are checked before a weight is read, so that a damaged file gives one line and not wrong tokens.
+Pickle files, which run code when they are opened, are never loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,10 +43,7 @@ HEAD = "lm_head.weight"
 
 
 def build(config: ModelConfig) -> GPT2 | Llama:
-    """An uninitialised model of this shape. Under ``torch.device("meta")`` it costs no memory.
-
-    Raises :class:`ModelError` for a shape that can be counted but not run.
-    """
+    """An uninitialised model; on ``torch.device("meta")`` it costs no memory. Refuses a shape that cannot be run."""
     check_runnable(config)
     if config.family == "gpt2":
         return GPT2(config)
@@ -73,19 +70,13 @@ def assemble(config: ModelConfig, state: State, device: torch.device) -> GPT2 | 
 
 
 def random_state(config: ModelConfig, dtype: torch.dtype, seed: int, device: torch.device) -> State:
-    """Weights at true shape: matrices N(0, 0.02), norms 1, biases 0.
-
-    Drawn in the target dtype on the target device, so that nothing is held twice.
-    The same seed gives the same weights for the same dtype and kind of device.
-    """
+    """Weights at true shape: matrices N(0, 0.02), norms 1, biases 0; a seed repeats on one dtype and kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     state: State = {}
     for name, shape in expected_shapes(config).items():
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if name.endswith(".bias"):
-            tensor.zero_()
-        elif len(shape) == 1:
-            tensor.fill_(1.0)
+        tensor = torch.empty(shape, dtype=dtype, device=device)  # drawn in place, so that nothing is held twice
+        if len(shape) == 1:
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
         state[name] = tensor
@@ -95,8 +86,7 @@ def random_state(config: ModelConfig, dtype: torch.dtype, seed: int, device: tor
 # --- safetensors --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
+class StoredTensor(NamedTuple):
     """One tensor of a file, as its header describes it."""
 
     file: Path
@@ -105,33 +95,48 @@ class Entry:
     shape: tuple[int, ...]
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Name to entry of every tensor in a safetensors file. Raises :class:`ModelError` naming a file that is damaged."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open safetensors file; whatever goes wrong with it is a :class:`ModelError` that names it."""
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            return {name: Entry(path, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            yield file
     except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from None
+        raise ModelError(f"{path}: damaged, cut short or not readable ({error}); fetch or copy it again") from None
 
 
-def _unreadable(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"{path}: damaged, cut short or not readable ({error}); fetch or copy the file again")
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor that a safetensors file describes, by name."""
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        return {name: StoredTensor(path, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 
-def read_tensors(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors themselves, file by file, as views of the memory-mapped files."""
-    for path in dict.fromkeys(entry.file for entry in entries.values()):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name, entry in entries.items():
-                    if entry.file == path:
-                        yield name, file.get_tensor(entry.key)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from None
+    for path in dict.fromkeys(entry.file for entry in stored.values()):
+        with _opened(path) as file:
+            for name, entry in stored.items():
+                if entry.file == path:
+                    yield name, file.get_tensor(entry.key)
 
 
-def find_files(folder: Path) -> dict[str, Entry]:
+def check_tensors(
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], where: Path, source: str
+) -> None:
+    """Refuse a tensor that is missing, of another shape or unexpected; ``source`` is what asks for the shapes."""
+    for name, shape in expected.items():
+        if name not in stored:
+            hint = " (config.json says tie_word_embeddings is false)" if name == HEAD else ""
+            raise ModelError(f"{where}: tensor '{name}' is missing{hint}; is {source} that of these weights?")
+        if (entry := stored[name]).shape != shape:
+            wrong = f"tensor '{entry.key}' has shape {list(entry.shape)}, {source} asks for {list(shape)}"
+            raise ModelError(f"{entry.file}: {wrong}; fetch both again, from the same model")
+    if extra := [entry for name, entry in stored.items() if name not in expected]:
+        raise ModelError(f"{where}: unexpected tensor '{extra[0].key}'; {source} describes another architecture")
+
+
+def find_files(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a model folder: one safetensors file, or shards with an index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -143,8 +148,7 @@ def find_files(folder: Path) -> dict[str, Entry]:
         return read_header(files[0])
     if files:
         raise ModelError(f"{folder}: safetensors in several files but no '{index.name}'; copy the index too")
-    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
-    if pickles:
+    if pickles := sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)):
         raise ModelError(
             f"{folder}: '{pickles[0]}' is a pickle, which can run code and is never loaded; convert it where you "
             "trust it: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -152,88 +156,57 @@ def find_files(folder: Path) -> dict[str, Entry]:
     raise ModelError(f"{folder}: no 'model.safetensors' (nor '{index.name}') in it; copy the weights there")
 
 
-def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
+def _sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index, ModelError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+        isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()
     ):
         raise ModelError(f"{index}: damaged, or with a shard outside of the folder; fetch or copy the file again")
-    entries: dict[str, Entry] = {}
-    for shard in dict.fromkeys(weight_map.values()):
-        names = [name for name, file in weight_map.items() if file == shard]
-        if not (folder / shard).is_file():
-            raise ModelError(f"{folder / shard}: missing (tensor '{names[0]}' is in it); fetch or copy the file")
-        header = read_header(folder / shard)
-        if lost := [name for name in names if name not in header]:
-            raise ModelError(
-                f"{folder / shard}: tensor '{lost[0]}' is missing, the index says it is here; fetch it again"
-            )
-        entries |= {name: header[name] for name in names}
-    return entries
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for name, shard in weight_map.items():
+        path = folder / shard
+        if not path.is_file():
+            raise ModelError(f"{path}: missing (tensor '{name}' is in it); fetch or copy the file")
+        if shard not in headers:
+            headers[shard] = read_header(path)
+        if name not in headers[shard]:
+            raise ModelError(f"{path}: tensor '{name}' is missing, the index says it is here; fetch it again")
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
 def load_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> State:
-    """Weights of a Hugging Face folder under our names, ``[out, in]``, in ``dtype``.
+    """Weights of a Hugging Face folder under our names, ``[out, in]``, in ``dtype``; views of the file where they can.
 
-    Tensors that have the right type and orientation already stay views of the
-    memory-mapped file. The head follows ``config.tied``: tied, a stored head is
-    dropped (with a warning if it differs); untied, a missing one is an error.
-    Raises :class:`ModelError`, which names the file, the tensor and what to do.
+    The head follows ``config.tied``: tied, a stored head is dropped, with a warning if it differs from the embedding;
+    untied, a missing one is an error. Raises :class:`ModelError`, which names the file and the tensor.
     """
-    entries: dict[str, Entry] = {}
+    stored: dict[str, StoredTensor] = {}
     for key, entry in find_files(folder).items():
         name = re.sub(r"^(transformer|model)\.", "", key).replace(".block_sparse_moe.", ".mlp.")
         name = re.sub(r"(?<=\.)w[123](?=\.weight$)", lambda match: EXPERT[match[0]], name)
         if IGNORED.fullmatch(name):
             continue
-        if name in entries:
-            raise ModelError(f"{entry.file}: tensors '{entries[name].key}' and '{key}' are the same weight; keep one")
-        entries[name] = entry
-    if config.n_layers > len(entries):  # before that many are built
-        raise ModelError(f"{folder}: config.json has {config.n_layers} layers, the weights {len(entries)} tensors")
+        if name in stored:
+            raise ModelError(f"{entry.file}: tensors '{stored[name].key}' and '{key}' are the same weight; keep one")
+        if entry.dtype not in FLOATS:
+            wrong = f"tensor '{key}' has type {entry.dtype}, not one of {', '.join(FLOATS)}"
+            raise ModelError(f"{entry.file}: {wrong}; use the unquantised checkpoint")
+        stored[name] = entry
+    if config.n_layers > len(stored):  # before that many are built
+        raise ModelError(f"{folder}: config.json has {config.n_layers} layers, the weights {len(stored)} tensors")
     embedding = "wte.weight" if config.family == "gpt2" else "embed_tokens.weight"
-    head = entries.pop(HEAD, None) if config.tied else None
-    if head is not None and embedding not in entries:  # a saver may keep a shared matrix under its second name
-        entries[embedding], head = head, None
-    shapes = expected_shapes(config)
-    _check(entries, shapes, folder)
+    head = stored.pop(HEAD, None) if config.tied else None
+    if head is not None and embedding not in stored:  # a saver may keep a shared matrix under its second name
+        stored[embedding], head = head, None
+    expected = expected_shapes(config).items()
+    turned = {name: shape[::-1] if CONV1D.fullmatch(name) else shape for name, shape in expected}
+    check_tensors(stored, turned, folder, "config.json")
     state: State = {}
-    for name, tensor in read_tensors(entries):
+    for name, tensor in read_tensors(stored):
         state[name] = tensor.to(dtype).t().contiguous() if CONV1D.fullmatch(name) else tensor.to(dtype)
     if head is not None:
-        _warn_stale_head(head, entries[embedding])
+        tied = dict(read_tensors({"head": head, "embedding": stored[embedding]}))
+        if not torch.equal(tied["head"].to(dtype), tied["embedding"].to(dtype)):
+            differs = f"{head.file}: '{head.key}' differs from the embedding"
+            warnings.warn(f"{differs}, but config.json ties them: the embedding is used", stacklevel=2)
     return state
-
-
-def _check(entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    for name, shape in shapes.items():
-        if name not in entries:
-            hint = " (config.json says tie_word_embeddings is false)" if name == HEAD else ""
-            raise ModelError(f"{folder}: tensor '{name}' is missing{hint}; is config.json that of these weights?")
-        entry = entries[name]
-        stored = shape[::-1] if CONV1D.fullmatch(name) else shape
-        if entry.shape != stored:
-            raise ModelError(
-                f"{entry.file}: tensor '{entry.key}' has shape {list(entry.shape)}, config.json asks for "
-                f"{list(stored)}; take both from the same model"
-            )
-        if entry.dtype not in FLOATS:
-            raise ModelError(
-                f"{entry.file}: tensor '{entry.key}' has type {entry.dtype}, which is not supported "
-                f"(known: {', '.join(FLOATS)}); use the unquantised checkpoint"
-            )
-    if extra := [entry for name, entry in entries.items() if name not in shapes]:
-        raise ModelError(
-            f"{extra[0].file}: unexpected tensor '{extra[0].key}'; this is another architecture than config.json says"
-        )
-
-
-def _warn_stale_head(head: Entry, embedding: Entry) -> None:
-    if head.shape == embedding.shape:
-        stored = dict(read_tensors({"head": head, "embedding": embedding}))
-        if torch.equal(stored["head"], stored["embedding"]):
-            return
-    warnings.warn(
-        f"{head.file}: '{head.key}' differs from the embedding, but config.json ties them: the embedding is used",
-        stacklevel=2,
-    )
