@@ -28,9 +28,9 @@ from benchmarks.peers.worker import Answer, Program, Worker, WorkerError
 from benchmarks.store import store
 from nanoinfer.errors import ModelError, NanoinferError
 from nanoinfer.measure.environment import provenance
+from nanoinfer.measure.reference import to_transformers
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models import fetch
-from nanoinfer.models.reference import to_transformers
 from nanoinfer.models.registry import DEFAULT, load_model
 from nanoinfer.store import cache_dir
 

@@ -12,6 +12,8 @@ read first:
 - ``measure``: trace, metrics, statistics, meters; ``cache``: the KV caches
 - ``optimize``: what makes a step faster: fused, packed, quantised, compiled, a C++ kernel, CUDA graphs
 - ``engines``: from the naive loop to continuous batching and speculative decoding
+- ``reply``: what ``nanoinfer generate`` takes and reports
+- ``reply``: the options of a generated reply, and its record
 - ``simulate``: the scheduler on a computed clock; ``parallel``: one model over several processes
 - ``serve``: an OpenAI-compatible server
 - ``calibrate``: the ceilings of this machine, measured; ``cluster``: replicas and batches on Ray

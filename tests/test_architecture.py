@@ -22,6 +22,7 @@ FLOORS = (
     ("measure", "cache"),
     ("optimize",),
     ("engines",),
+    ("reply",),
     ("simulate", "parallel", "serve"),
     ("calibrate", "cluster"),
     ("bench",),

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoinfer.cli.options import Json, command
-from nanoinfer.engines.reply import GenerateOptions, ReplyOptions, TopP, completion_record, summary_line
 from nanoinfer.errors import ModelError, RequestError, TokenizerError
 from nanoinfer.log import say
 from nanoinfer.option_types import MaxTokens, Temperature
+from nanoinfer.reply import GenerateOptions, ReplyOptions, TopP, completion_record, summary_line
 from nanoinfer.show.text import emit
 
 if TYPE_CHECKING:

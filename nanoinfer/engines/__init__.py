@@ -2,6 +2,5 @@
 
 Read ``request`` and ``engine`` first (what all engines share), then ``naive``, ``cached`` and ``batched``, each a step
 from the one before. Then ``scheduler`` (which tokens the next step computes), ``continuous`` (the step), and
-``async_engine`` (many callers of one engine). ``speculative`` stands by itself. ``load`` makes an engine by name;
-``reply`` has what ``nanoinfer generate`` takes and prints.
+``async_engine`` (many callers of one engine). ``speculative`` stands by itself. ``load`` makes an engine by name.
 """

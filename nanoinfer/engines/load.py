@@ -70,16 +70,10 @@ def load(
 ) -> Engine:
     """Load a model and give it an engine.
 
-    Args:
-        model: a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a
-            model that is loaded already, which is then shared (device, dtype and seed are its own).
-        engine: ``naive``, ``cached``, ``batched``, ``continuous``, ``speculative``, or ``auto``: continuous, with the
-            optimizations that a short trial finds fastest on this machine.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
-        seed: of the weights, for ``random:`` models.
-        options: the engine's own, such as ``batch_size`` of ``batched`` or ``max_running`` of ``continuous``.
-
+    ``model`` is a name (``nanoinfer models`` lists them), a folder, a ``.gguf`` file, a hub id, or a model that is
+    loaded already, which is then shared (device, dtype and seed are its own). ``engine`` is ``naive``, ``cached``,
+    ``batched``, ``continuous``, ``speculative``, or ``auto``: continuous, with the optimizations that a short trial
+    finds fastest on this machine. ``options`` are the engine's own, such as ``max_running`` of ``continuous``.
     Raises :class:`NanoinferError`: one line that names what is unknown, missing or damaged, and the way out.
     """
     is_auto = engine == "auto" and "speed" not in options

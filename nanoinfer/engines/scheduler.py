@@ -67,12 +67,9 @@ class StepPlan:
 
 
 class Scheduler:
-    """Iteration-level scheduling over one pool of blocks.
+    """Iteration-level scheduling over one pool of blocks: at most ``max_running`` sequences, ``token_budget`` tokens.
 
-    Args:
-        max_running: sequences that may run at a time.
-        token_budget: tokens that a step may compute. It must exceed ``max_running``, so that prompts get on even
-            when all slots are taken by decoding sequences.
+    The budget must exceed ``max_running``, so that prompts get on even when all slots are taken by decoding sequences.
     """
 
     def __init__(self, pool: BlockPool, max_running: int = 32, token_budget: int = 256) -> None:

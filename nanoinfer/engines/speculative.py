@@ -218,10 +218,7 @@ class SpeculativeEngine(Engine):
     Requests are served one after another. It pays where a pass's time is the reading of weights: with many rows the
     products are busy without drafts, and what is not accepted is work lost. The tokens of a pass come at one moment,
     and traces say so: inter-token latency is zeros and whole passes. ``speculation`` counts the last run, so far.
-
-    Args:
-        draft: ``prompt-lookup``, or a model of the same vocabulary and device: by name, or loaded already.
-        n_draft: tokens drafted for a pass at most.
+    ``draft`` is ``prompt-lookup``, or a model of the same vocabulary and device: by name, or loaded already.
     """
 
     name = "speculative"

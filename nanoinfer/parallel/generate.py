@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.load import load
-from nanoinfer.engines.reply import GenerateOptions, completion_record, summary_line
 from nanoinfer.errors import RequestError, check, nearest
 from nanoinfer.log import say
 from nanoinfer.measure.trace import Trace
@@ -22,6 +21,7 @@ from nanoinfer.parallel.collectives import CommRecord, Communicator
 from nanoinfer.parallel.launch import launch
 from nanoinfer.parallel.pipeline import PipelineEngine
 from nanoinfer.parallel.tensor import is_even, shard
+from nanoinfer.reply import GenerateOptions, completion_record, summary_line
 from nanoinfer.sampling.params import SamplingParams
 
 SPLITS: Final = {"tp": "tensor parallel", "pp": "pipeline parallel"}

@@ -25,45 +25,24 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses its tokens and when it stops.
+    """How one request chooses its tokens and when it stops; a value out of its range is refused."""
 
-    Args:
-        max_tokens: most tokens to generate; 0 generates none.
-        temperature: 0 is greedy; 1 is the model's own distribution.
-        top_k: keep the k most likely tokens; 0 is off.
-        top_p: keep the smallest set of most likely tokens whose mass reaches p; 1 is off.
-        min_p: drop tokens less likely than ``min_p`` times the most likely one; 0 is off.
-        repetition_penalty: over prompt and output: positive logits divided, negative multiplied; 1 is off.
-        frequency_penalty: subtracted once for each time a token was generated; 0 is off.
-        presence_penalty: subtracted once from every token that was generated; 0 is off.
-        seed: None draws a fresh one. Of ``n`` samples the first has this seed, the next the number after it.
-        stop: texts that end the request; they are not delivered.
-        stop_ids: token ids that end the request, in addition to the model's own end-of-sequence ids.
-        logprobs: None, or how many alternatives to report with each chosen token.
-        ignore_eos: generate on through end-of-sequence ids (for benchmarks).
-        on_full: what to do when the context is full: ``stop`` with reason "length", or ``crop``
-            to the last ``context`` tokens at every step, as NanoGPT does.
-        n: how many independent samples of the prompt.
-
-    Raises:
-        RequestError: for a value out of its range.
-    """
-
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    ignore_eos: bool = False
+    max_tokens: int = 64  # 0 generates none
+    temperature: float = 0.0  # 0 is greedy; 1 is the model's own distribution
+    top_k: int = 0  # keep the k most likely tokens; 0 is off
+    top_p: float = 1.0  # keep the smallest set of most likely tokens whose mass reaches p; 1 is off
+    min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one; 0 is off
+    repetition_penalty: float = 1.0  # over prompt and output: positive logits divided, negative multiplied; 1 is off
+    frequency_penalty: float = 0.0  # subtracted once for each time a token was generated; 0 is off
+    presence_penalty: float = 0.0  # subtracted once from every token that was generated; 0 is off
+    seed: int | None = None  # None draws a fresh one; of n samples the first has it, the next the number after it
+    stop: tuple[str, ...] = ()  # texts that end the request; they are not delivered
+    stop_ids: tuple[int, ...] = ()  # token ids that end it, in addition to the model's own end-of-sequence ids
+    logprobs: int | None = None  # how many alternatives to report with each chosen token
+    ignore_eos: bool = False  # generate on through end-of-sequence ids (for benchmarks)
+    #: When the context is full: end with reason "length", or go on with its last tokens at every step, as NanoGPT does.
     on_full: Literal["stop", "crop"] = "stop"
-    n: int = 1
+    n: int = 1  # independent samples of the prompt
 
     def __post_init__(self) -> None:
         for name, limits in LIMITS.items():

@@ -35,16 +35,9 @@ def _guarded(call: Callable[[], T], complaint: str) -> T:
 class Tokenizer:
     """One vocabulary. Ids to bytes is a table lookup; text to ids is tiktoken's.
 
-    Args:
-        ranks: bytes to id; ids are in the order of merges.
-        pattern: splits a text before merges.
-        specials: special tokens, text to id.
-        bos_id: begin of sequence.
-        eos_ids: every id that ends a sequence.
-        adds_bos: whether plain prompts begin with ``bos_id``.
-        chat_template: jinja2 source, or None for a base model.
-
-    ``n_vocab`` is one more than the highest id.
+    ``pattern`` splits a text before merges, whose order is that of the ids in ``ranks``. With ``adds_bos`` plain
+    prompts begin with ``bos_id``. ``chat_template`` is jinja2 source, None for a base model. ``n_vocab`` is one more
+    than the highest id.
     """
 
     def __init__(
@@ -86,13 +79,9 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool = False, specials: bool = False) -> list[int]:
         """Token ids of a text; the few bytes for which a vocabulary has no token are left out.
 
-        Args:
-            bos: begin with ``bos_id``.
-            specials: read ``<|endoftext|>`` and the like as special tokens. Off by default, so
-                that a user's text can never forge one.
-
-        Raises:
-            TokenizerError: a lone surrogate, a text tiktoken cannot split, or ``bos`` without ``bos_id``.
+        ``bos`` begins with ``bos_id``. ``specials`` reads ``<|endoftext|>`` and the like as special tokens: off by
+        default, so that a user's text can never forge one. Raises :class:`TokenizerError` for a lone surrogate, a text
+        that tiktoken cannot split, or ``bos`` without ``bos_id``.
         """
         if bos and self.bos_id is None:
             raise TokenizerError(f"{self.name} has no begin-of-sequence token")

@@ -18,11 +18,11 @@ from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import ENGINES, load, trial
 from nanoinfer.engines.speculative import SpeculativeEngine
 from nanoinfer.errors import DeviceError, ModelError
+from nanoinfer.measure.reference import hf_config, to_transformers
 from nanoinfer.models import registry
 from nanoinfer.models.gguf_file import GGUFFile
 from nanoinfer.models.llama import LlamaMLP
 from nanoinfer.models.moe import MixtureOfExperts, route
-from nanoinfer.models.reference import hf_config, to_transformers
 from nanoinfer.models.registry import load_model
 from nanoinfer.models.weights import build
 from nanoinfer.optimize.apply import share_weights

@@ -13,11 +13,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from nanoinfer.engines.reply import GenerateOptions
 from nanoinfer.errors import NanoinferError
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.generate import reply
 from nanoinfer.parallel.launch import launch
+from nanoinfer.reply import GenerateOptions
 from tests.parallel import context_ranks, expert_ranks, pipeline_ranks, slice_ranks
 
 Ends = dict[str, list[int]]

@@ -9,7 +9,7 @@ import nanoinfer
 from nanoinfer import SamplingParams
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.load import ENGINES
-from nanoinfer.models.reference import to_transformers, transformers_greedy
+from nanoinfer.measure.reference import to_transformers, transformers_greedy
 from nanoinfer.models.registry import LoadedModel, load_model
 from tests.engines.helpers import GPT2, LLAMA, tiny
 
