@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanoinfer.show.charts import bars as bars
+    from nanoinfer.show.charts import lines as lines
     from nanoinfer.show.figures import figure as figure
     from nanoinfer.show.html import Html as Html
     from nanoinfer.show.html import table as table
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from nanoinfer.show.widgets import TextEntry as TextEntry
     from nanoinfer.show.widgets import panel as panel
 
-_HOMES = {"figure": "figures", "Html": "html", "table": "html"}
+_HOMES = {"bars": "charts", "lines": "charts", "figure": "figures", "Html": "html", "table": "html"}
 _HOMES |= dict.fromkeys(("Choice", "TextEntry", "Slider", "panel"), "widgets")
 __all__ = list(_HOMES)
 
