@@ -5,8 +5,9 @@ measurement, so no sentence can show its numbers as one.
 
     results = Results("05_kv_cache", profile=PROFILE, model=MODEL, device=DEVICE, dtype=DTYPE, seed=SEED)
     results.add("rate", timing.samples, unit="tok/s", definition="output tokens / decode seconds")
-    results.add_exact("cache", 46_080, unit="B")
-    results.say("The cache takes {cache} a token; decoding ran at {rate:±}.")      # a cell's last expression
+    results.say("The cache takes {cache} a token; decoding ran at {rate:±}.", cache=exact(46_080, "B"))
+
+The last line is a cell's last expression: it keeps what it is given, and shows the sentence.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from string import Formatter
 from typing import Any, Self
 
 from nanoinfer.errors import ChapterError, NanoinferError, nearest
+from nanoinfer.measure.clock import Paired, paired
+from nanoinfer.measure.environment import OtherPrograms
 from nanoinfer.show.html import Html, Prose, table
 from nanoinfer.show.text import DASH, format_number
 from nanoinfer.store import write_whole
 
 PLACEHOLDER = "(not measured in a smoke run)"
+#: Cores that other programs keep busy before a page says so.
+BUSY = 0.2
 SPACE = "\u00a0"  # a number and its unit stay on one line
 Value = float | int | str
 SETTINGS = ("chapter", "profile", "model", "device", "dtype", "seed")
@@ -87,6 +92,7 @@ class Results:
     numbers: dict[str, Number] = field(default_factory=dict, init=False)
     ledger_rows: list[dict[str, Any]] = field(default_factory=list, init=False)
     provenance: dict[str, Any] | None = field(default=None, init=False)
+    _others: OtherPrograms = field(default_factory=OtherPrograms, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.chapter):
@@ -108,36 +114,60 @@ class Results:
         Raises:
             NanoinferError: a name that is no word or is taken by a setting, no samples, or one that is no number.
         """
-        self._check_name(name)
-        samples = _samples(name, value)
-        self.numbers[name] = Number(statistics.median_low(samples), unit, definition, True, samples)
+        self._keep(name, measured(value, unit, definition, name))
 
     def add_exact(self, name: str, value: Value, unit: str = "", definition: str = "") -> None:
         """Keep what was counted, computed or given: true on every machine, and shown in a smoke run too."""
-        self._check_name(name)
-        if not isinstance(value, str) and not math.isfinite(value):
-            raise NanoinferError(f"result '{name}': {value} is no number that prose can quote")
-        self.numbers[name] = Number(value, unit, definition, False)
+        self._keep(name, exact(value, unit, definition, name))
+
+    def compare(
+        self,
+        name: str,
+        ways: Mapping[str, Callable[[], object]],
+        *,
+        work: float,
+        unit: str,
+        change: str,
+        predicted: float | None = None,
+        rounds: int = 3,
+        warmup: int = 1,
+    ) -> Paired:
+        """Time two ways of doing the same ``work`` in turns, and keep each one's rate and the gain of the second.
+
+        Keeps a number for each way under its name, ``work / seconds`` in ``unit``; the gain, ``seconds of the first /
+        seconds of the second`` round by round, under ``name``; and in the ledger the gain beside ``predicted``.
+        """
+        (first, second), calls = ways, tuple(ways.values())
+        timed = paired(*calls, device=self.device, warmup=warmup, repeats=rounds)
+        for way, timing in ((first, timed.a), (second, timed.b)):
+            self.add(way, [work / s for s in timing.samples], unit, f"{work:g} / seconds")
+        gain = [a / b for a, b in zip(timed.a.samples, timed.b.samples, strict=True)]
+        self.add(name, gain, "x", f"seconds {first} / seconds {second}, by round")
+        self.ledger(change=change, predicted=None if self.smoke else predicted, measured=gain, unit="x")
+        return timed
 
     def ledger(self, *, change: str, predicted: float | None, measured: float | Iterable[float], unit: str) -> None:
         """Enter one change in the book's ledger: what theory predicted (or ``None``) and what this machine did."""
-        samples = _samples(change, measured)
+        samples = _samples(measured, change)
         row = {"change": change, "predicted": predicted, "measured": statistics.median_low(samples), "unit": unit}
         kept = [old for old in self.ledger_rows if old["change"] != change]
         self.ledger_rows = [*kept, {**row, "samples": list(samples)}]
 
-    def say(self, template: str, **verdicts: str) -> Prose:
+    def say(self, template: str, **values: Number | str) -> Prose:
         """Fill a sentence's ``{name}`` and ``{name:.1f}`` and give it as Markdown.
 
-        Settings (``{model}``, ``{device}`` ...) are names too. ``verdicts`` are words that follow from measurements
-        (``verdict="slower"``); a smoke run hides them like numbers. Every dollar sign is money here: write
-        mathematics in a Markdown cell.
+        ``values`` are numbers to keep (:func:`measured`, :func:`exact`) and to write, or words that follow from
+        measurements (``verdict="slower"``), which a smoke run hides like numbers. Settings (``{model}``, ``{device}``
+        ...) are names too. Every dollar sign is money here: write mathematics in a Markdown cell.
 
         Raises:
             NanoinferError: a name that was never added, or a format that its value does not bear.
         """
         settings = {name: Number(str(getattr(self, name)), measured=False) for name in SETTINGS}
-        words = {name: Number(word) for name, word in verdicts.items()}
+        words = {name: Number(word) for name, word in values.items() if isinstance(word, str)}
+        for name, number in values.items():
+            if isinstance(number, Number):
+                self._keep(name, number)
         known = {**settings, **self.numbers, **words}
         # Backslashes show inside code spans, so those are filled in without escapes.
         parts = re.split(r"(`[^`]*`)", template)
@@ -159,7 +189,9 @@ class Results:
         setting = f"{self.model}, {self.device}, {self.dtype}, seed {self.seed}"
         if self.smoke:
             return Prose(_markdown(f"Smoke run ({setting}): nothing here is a measurement."))
-        return Prose(_markdown(f"Measured with {setting}; {self._origin()}"))
+        busy = self._provenance().get("other_programs_cores", 0.0)
+        note = f". Other programs kept {busy:.1f} cores busy meanwhile: times are less certain" if busy > BUSY else ""
+        return Prose(_markdown(f"Measured with {setting}; {self._origin()}{note}"))
 
     def save(self) -> None:
         """Write ``_build/results/<chapter>.json``, whole or not at all, with provenance, samples and spread."""
@@ -194,15 +226,16 @@ class Results:
             raise NanoinferError(f"{file}: not a chapter's results ({error!r}); run the chapter again") from None
         return results
 
-    def _check_name(self, name: str) -> None:
+    def _keep(self, name: str, number: Number) -> None:
         if not name.isidentifier() or name in SETTINGS:
             raise NanoinferError(f"result name {name!r}: use one word that is not a setting ({', '.join(SETTINGS)})")
+        self.numbers[name] = number
 
     def _provenance(self) -> dict[str, Any]:
         if self.provenance is None:
             from nanoinfer.measure.environment import provenance
 
-            self.provenance = provenance()
+            self.provenance = provenance() | {"other_programs_cores": round(self._others.cores(), 3)}
         return self.provenance
 
     def _origin(self) -> str:
@@ -270,7 +303,20 @@ def ledger_table(root: Path | None = None) -> Html:
     return table(header, rows, "Ledger: each change, predicted and measured")
 
 
-def _samples(name: str, value: float | Iterable[float]) -> tuple[float, ...]:
+def measured(value: float | Iterable[float], unit: str = "", definition: str = "", name: str = "") -> Number:
+    """A measured number, or all its samples with their median; :class:`NanoinferError` for what is no number."""
+    samples = _samples(value, name)
+    return Number(statistics.median_low(samples), unit, definition, True, samples)
+
+
+def exact(value: Value, unit: str = "", definition: str = "", name: str = "") -> Number:
+    """What was counted, computed or given: true on every machine, and shown in a smoke run too."""
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise NanoinferError(f"result '{name}': {value} is no number that prose can quote")
+    return Number(value, unit, definition, False)
+
+
+def _samples(value: float | Iterable[float], name: str) -> tuple[float, ...]:
     try:
         samples = tuple(float(sample) for sample in value) if isinstance(value, Iterable) else (float(value),)
     except (TypeError, ValueError):

@@ -16,6 +16,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from nanoinfer.measure.clock import now
+
 #: The packages that can change a measured number or a token.
 PACKAGES = ("nanoinfer", "torch", "numpy", "tiktoken", "safetensors", "gguf", "transformers", "triton")
 
@@ -130,6 +134,29 @@ def provenance() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
     }
+
+
+class OtherPrograms:
+    """Processor time of the programs that are not this process and not its children, from now on."""
+
+    def __init__(self) -> None:
+        self._start = self._times()
+
+    def cores(self) -> float:
+        """How many cores they kept busy on average since the start; 0 in the first second (coarse counters)."""
+        wall, busy, own = (end - start for end, start in zip(self._times(), self._start, strict=True))
+        return max(0.0, busy - own) / wall if wall > 1 else 0.0
+
+    @staticmethod
+    def _times() -> tuple[float, float, float]:
+        """Seconds: of the clock, all cores' busy time, and this process' own with its children, ended ones too."""
+        own = sum(os.times()[:4])
+        for child in psutil.Process().children(recursive=True):
+            try:
+                own += sum(child.cpu_times()[:2])
+            except psutil.Error:
+                continue  # it has just ended: os.times() has it when it is reaped
+        return now(), sum(psutil.cpu_times()[:3]), own
 
 
 def machine_key() -> list[object]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.book import results as numbers
-from nanoinfer.book.results import PLACEHOLDER, Number, Results, book_root, ledger_table, machine_name
+from nanoinfer.book.results import PLACEHOLDER, Number, Results, book_root, exact, ledger_table, machine_name, measured
 from nanoinfer.errors import ChapterError, NanoinferError
 
 PROVENANCE = {
@@ -181,7 +181,7 @@ def test_save_and_load_keep_everything(book: Path, monkeypatch: pytest.MonkeyPat
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     record = json.loads(path.read_text())
     assert record["measurement"] is True
-    assert record["provenance"] == PROVENANCE
+    assert record["provenance"] == PROVENANCE | {"other_programs_cores": 0.0}
     assert record["seed"] == 1234 and record["profile"] == "laptop"
     assert record["numbers"]["rate"] == {
         "value": 14.1,
@@ -277,3 +277,44 @@ def test_the_ledger_gathers_all_chapters_in_order(book: Path) -> None:
 
 def test_numbers_need_no_torch_until_the_machine_is_described() -> None:
     assert not hasattr(numbers, "torch") and not hasattr(numbers, "provenance")
+
+
+def test_a_sentence_keeps_the_numbers_that_it_is_given() -> None:
+    results = make()
+    said = results.say(
+        "{model} does {rate} with {cache}, {verdict}.",
+        rate=measured([3.0, 1.0, 2.0], "tok/s", "tokens / seconds"),
+        cache=exact(46_080, "B"),
+        verdict="which is slow",
+    )
+    assert said.markdown.replace("\u00a0", " ") == "smollm2-135m does 2.0 tok/s with 46,080 B, which is slow."
+    assert results.numbers["rate"] == Number(2.0, "tok/s", "tokens / seconds", True, (3.0, 1.0, 2.0))
+    assert results.numbers["cache"] == Number(46_080, "B", measured=False)
+    assert "verdict" not in results.numbers
+
+
+def test_compare_keeps_both_rates_the_gain_and_a_row_of_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("nanoinfer.measure.clock.now", lambda: float(next(clock)))
+    results, calls = make(), []
+    ways = {
+        "slow": lambda: calls.append("slow") or [next(clock) for _ in range(3)],
+        "fast": lambda: calls.append("fast"),
+    }
+    results.compare("gain", ways, work=8, unit="tok/s", change="caching", predicted=3.0, rounds=2)
+    assert calls == ["slow", "fast", "fast", "slow", "slow", "fast"]
+    assert {name: n.samples for name, n in results.numbers.items()} == {
+        "slow": (2.0, 2.0),
+        "fast": (8.0, 8.0),
+        "gain": (4.0, 4.0),
+    }
+    assert results.ledger_rows == [
+        {"change": "caching", "predicted": 3.0, "measured": 4.0, "unit": "x", "samples": [4.0, 4.0]}
+    ]
+
+
+def test_a_busy_machine_is_named() -> None:
+    results = make()
+    assert "cores busy" not in results.provenance_line().markdown
+    results.provenance = {**PROVENANCE, "other_programs_cores": 0.94}
+    assert "Other programs kept 0.9 cores busy meanwhile" in results.provenance_line().markdown

@@ -53,3 +53,14 @@ def test_commit_marks_local_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkout_has_a_commit() -> None:
     commit = environment.git_commit()
     assert commit is not None and len(commit.removesuffix("+changes")) == 12
+
+
+def test_other_programs_are_what_neither_this_process_nor_its_children_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"now": 10.0, "busy": 100.0, "own": 5.0}
+    monkeypatch.setattr(environment, "now", lambda: times["now"])
+    monkeypatch.setattr(environment.os, "times", lambda: (times["own"], 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(environment.psutil, "cpu_times", lambda: (times["busy"], 0.0, 0.0, 999.0))
+    others = environment.OtherPrograms()
+    assert others.cores() == 0.0
+    times.update(now=14.0, busy=109.0, own=8.0)
+    assert others.cores() == pytest.approx((9 - 3) / 4)
