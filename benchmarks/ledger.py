@@ -2,7 +2,7 @@
 
 Every engine runs the same rows in one process; a round takes each in shuffled order, so that what disturbs one disturbs
 all. Decode is the time between tokens, prefill that to the first one. ``python -m benchmarks.ledger`` takes some ten
-minutes on two cores, a minute of it for compiling, and stores its result under ``results/``; chapter 8 shows it.
+minutes on two cores, a minute of it for compiling, and stores its result under ``results/``; chapter 10 shows it.
 """
 
 from __future__ import annotations

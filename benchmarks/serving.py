@@ -2,7 +2,7 @@
 
 Static batches, continuous batching, and one by one without a cache (a seeded sample), turn about; then a shared
 512-token beginning, cold and warm. Run ``python -m benchmarks.serving`` on a quiet machine (some fifteen minutes on
-two cores). The result is stored under ``results/``; chapters 10 and 11 show it next to what they measure live.
+two cores). The result is stored under ``results/``; chapters 14 and 15 show it next to what they measure live.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For each model and dtype, the operators are timed one by one first; the step-time model puts its
 predictions together from those; then the steps are run. Run ``python -m benchmarks.step_grid`` on a
-quiet machine (about ten minutes on two cores). The result is stored under ``results/``; chapter 4
+quiet machine (about ten minutes on two cores). The result is stored under ``results/``; chapter 6
 shows it next to a few points that it measures live.
 """
 

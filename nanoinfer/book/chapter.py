@@ -28,7 +28,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 
 
 def find_chapters(root: Path) -> dict[str, Path]:
-    """Every chapter by its name (``05_the_kv_cache``), in reading order."""
+    """Every chapter by its name (``04_the_kv_cache``), in reading order."""
     return {path.stem: path for path in sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 
 

@@ -1,4 +1,4 @@
-"""The experiments of chapter 13, tasks for :func:`~nanoinfer.parallel.launch.launch`; times are seconds on this rank.
+"""The experiments of chapter 19, tasks for :func:`~nanoinfer.parallel.launch.launch`; times are seconds on this rank.
 
 What is compared takes turns, so that disturbances of the machine fall on all cases alike.
 """
