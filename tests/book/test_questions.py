@@ -29,9 +29,9 @@ def test_answers_are_folded_under_their_questions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[[question]]\nask = 'x'\n", "question = 3", "[["])
 def test_a_file_without_questions_is_named(tmp_path: Path, text: str) -> None:
     root = write(tmp_path, text)
-    with pytest.raises(ChapterError, match="01_a.toml: no questions"):
+    with pytest.raises(ChapterError, match=r"01_a\.toml: no questions"):
         self_check("01_a", root)
-    with pytest.raises(ChapterError, match="02_b.toml: no questions"):
+    with pytest.raises(ChapterError, match=r"02_b\.toml: no questions"):
         self_check("02_b", root)
 
 
