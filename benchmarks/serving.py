@@ -17,12 +17,11 @@ from typing import Any
 from benchmarks.store import options, store
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.calibrate.operators import this_machine
-from nanoinfer.engines.batched import BatchedEngine, Waste
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
-from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
 from nanoinfer.engines.scheduler import Scheduler
+from nanoinfer.engines.static import BatchedEngine, NaiveEngine, Waste
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import chunk_gaps, ttft

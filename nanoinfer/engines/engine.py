@@ -1,7 +1,6 @@
 """What every engine shares: prompts in, a stream of events out, a trace for each request.
 
-An engine is its :meth:`Engine.run`: what it does, step by step, until its requests have ended. :class:`StaticEngine`
-is the loop of those that keep one batch together from its first step to its last.
+An engine is its :meth:`Engine.run`: what it does, step by step, until its requests have ended.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,8 +27,6 @@ Prompt = str | Sequence[int]
 #: One prompt or several, as a user may give them; and their settings: one for all, one each, or None for the defaults.
 Prompts = Prompt | Sequence[Prompt]
 Settings = SamplingParams | Sequence[SamplingParams] | None
-#: Logits ``[R, V]`` for the next token of each of R running requests, in their order.
-Forward = Callable[[list[Request]], Tensor]
 
 
 class NonFiniteLogits(RequestError):
@@ -162,25 +159,6 @@ def _run(engine: Engine, requests: list[Request]) -> Generator[Event, None, None
         for request in requests:
             request.abandon("cancelled" if isinstance(error, GeneratorExit | KeyboardInterrupt) else "error", now())
         raise
-
-
-class StaticEngine(Engine):
-    """One batch at a time: no request joins it, and it lasts as long as its longest row."""
-
-    @abstractmethod
-    def start(self, requests: list[Request]) -> Forward:
-        """Prepare for one batch; return the function that each step calls with the running requests."""
-
-    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
-        """Logits of the running rows, one token each, their events; until all have ended."""
-        forward: Forward | None = None
-        while running := [r for r in requests if r.finish_reason is None]:
-            with torch.inference_mode():
-                forward = forward or self.start(running)
-                token_ids = self.choose(forward(running), running)
-            t = now()
-            for request, token_id in zip(running, token_ids, strict=True):
-                yield request.accept(token_id, t)
 
 
 # --- tokens from logits ---------------------------------------------------------------

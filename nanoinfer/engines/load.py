@@ -20,12 +20,10 @@ import psutil
 import torch
 
 from nanoinfer import cache, engines, models, optimize
-from nanoinfer.engines.batched import BatchedEngine
-from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.engine import Engine
-from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.speculative import SpeculativeEngine
+from nanoinfer.engines.static import BatchedEngine, CachedEngine, NaiveEngine
 from nanoinfer.errors import DeviceError, RequestError, nearest
 from nanoinfer.log import say
 from nanoinfer.measure.clock import now

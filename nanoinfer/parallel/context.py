@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.engine import Forward
 from nanoinfer.engines.request import Request
+from nanoinfer.engines.static import Forward
 from nanoinfer.errors import RequestError
 from nanoinfer.models.attention import causal_mask
 from nanoinfer.models.registry import LoadedModel

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.configs.config import SHAPES, ModelConfig
-from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.engine import Engine
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.errors import RequestError, nearest
 from nanoinfer.measure import metrics
 from nanoinfer.measure.clock import now, repeat, timed

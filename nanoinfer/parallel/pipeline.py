@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.engines.cached import CachedBatch, CachedEngine
-from nanoinfer.engines.engine import Forward
 from nanoinfer.engines.request import Request
+from nanoinfer.engines.static import CachedBatch, CachedEngine, Forward
 from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import timed
 from nanoinfer.models.attention import KVCache

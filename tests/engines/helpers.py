@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.async_engine import AsyncEngine, QueueFull
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
+from nanoinfer.engines.static import NaiveEngine
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.models.weights import build
 from nanoinfer.sampling.params import SamplingParams

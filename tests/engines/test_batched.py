@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.batched import BatchedEngine, Waste
 from nanoinfer.engines.load import load
-from nanoinfer.engines.naive import left_pad
+from nanoinfer.engines.static import BatchedEngine, Waste, left_pad
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, scripted, tiny

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.speculative import MAX_NGRAM, Draft, ModelDraft, PromptLookup
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams

@@ -15,7 +15,7 @@ import nanoinfer
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.engine import Engine
 from nanoinfer.engines.load import ENGINES
-from nanoinfer.engines.naive import recompute
+from nanoinfer.engines.static import recompute
 from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from nanoinfer.cache.paged import PagedCache
 from nanoinfer.engines import speculative
-from nanoinfer.engines.cached import CachedEngine
-from nanoinfer.engines.naive import NaiveEngine
 from nanoinfer.engines.request import Completion
 from nanoinfer.engines.speculative import Speculation, SpeculativeEngine, SpeculativeRequest
+from nanoinfer.engines.static import CachedEngine, NaiveEngine
 from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize.options import Optimizations

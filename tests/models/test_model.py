@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.configs.config import ModelConfig, RopeScaling
-from nanoinfer.engines.naive import left_pad
+from nanoinfer.engines.static import left_pad
 from nanoinfer.errors import RequestError
 from nanoinfer.models.attention import attend, causal_mask
 from nanoinfer.models.weights import build

@@ -12,7 +12,7 @@ from nanoinfer.cli.app import app
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.engines.load import load
-from nanoinfer.engines.naive import NaiveEngine
+from nanoinfer.engines.static import NaiveEngine
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.registry import load_model
 from nanoinfer.optimize.options import Optimizations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.naive import NaiveEngine
+from nanoinfer.engines.static import NaiveEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.registry import LoadedModel, load_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.naive import NaiveEngine
+from nanoinfer.engines.static import NaiveEngine
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama

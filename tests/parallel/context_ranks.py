@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.parallel.context import ContextBatch, ContextEngine
 from nanoinfer.parallel.experiments import measure_overlap

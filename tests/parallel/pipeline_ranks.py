@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.cached import CachedBatch, CachedEngine
-from nanoinfer.engines.engine import StaticEngine
+from nanoinfer.engines.static import CachedBatch, CachedEngine, StaticEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.model import n_parameters
 from nanoinfer.parallel.collectives import Communicator

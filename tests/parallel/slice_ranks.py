@@ -10,9 +10,8 @@ from torch import Tensor
 from nanoinfer.cache.contiguous import ContiguousCache
 from nanoinfer.calibrate.links import time_calls
 from nanoinfer.configs.config import ModelConfig
-from nanoinfer.engines.cached import CachedEngine
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.naive import left_pad
+from nanoinfer.engines.static import CachedEngine, left_pad
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.parallel.collectives import Communicator, ring_all_reduce
 from nanoinfer.parallel.tensor import shard

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.models.attention import attend
 from nanoinfer.parallel.context import attend_with_lse, merge, rank_positions, zigzag_chunks
 from nanoinfer.parallel.experiments import SHAPE

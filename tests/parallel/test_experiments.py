@@ -9,7 +9,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanoinfer.configs.config import SHAPES
-from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.models.registry import load_model
 from nanoinfer.parallel.collectives import CommRecord, total_calls

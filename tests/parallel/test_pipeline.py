@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.engines.cached import CachedEngine
+from nanoinfer.engines.static import CachedEngine
 from nanoinfer.errors import RequestError
 from nanoinfer.parallel.experiments import idle_shares, measure_bubble
 from nanoinfer.parallel.pipeline import PipelineEngine, cut
