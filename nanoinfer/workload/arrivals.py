@@ -1,7 +1,8 @@
 """When requests come, open loop: arrivals do not depend on the server.
 
 Each schedule is an iterator of absolute offsets in seconds: sleeping from one request to the next would add the
-client's work to every gap. Random ones are seeded and never rescaled to hit their rate exactly.
+client's work to every gap. Random ones are seeded and never rescaled to hit their rate (requests a second) exactly. A
+number out of its range is a :class:`RequestError`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,13 @@ from nanoinfer.errors import RequestError, check
 
 
 def constant(rate: float) -> Iterator[float]:
-    """``rate`` requests a second, evenly spaced, the first at 0.
-
-    Raises :class:`RequestError` for a rate not above 0.
-    """
+    """Evenly spaced, the first at 0."""
     check("rate", rate, above=0)
     return (i / rate for i in count())
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """A Poisson process: independent users, ``rate`` requests a second on average.
-
-    Raises :class:`RequestError` for a rate not above 0.
-    """
+    """A Poisson process: independent users."""
     return gamma(rate, 1.0, seed)
 
 
@@ -36,9 +31,6 @@ def gamma(rate: float, burstiness: float, seed: int = 0) -> Iterator[float]:
 
     As in other tools the name is inverted: 1 is Poisson, below 1 is burstier, above is more even. A gap's standard
     deviation is its mean over the square root of ``burstiness``.
-
-    Raises:
-        RequestError: a rate or burstiness not above 0.
     """
     check("rate", rate, above=0)
     check("burstiness", burstiness, above=0)
@@ -48,11 +40,7 @@ def gamma(rate: float, burstiness: float, seed: int = 0) -> Iterator[float]:
 
 
 def ramp(low: float, high: float, seconds: float, seed: int = 0) -> Iterator[float]:
-    """Poisson arrivals whose rate goes linearly from ``low`` to ``high`` in ``seconds``, where they end.
-
-    Raises:
-        RequestError: a negative rate, both 0, or no time.
-    """
+    """Poisson arrivals whose rate goes linearly from ``low`` to ``high`` in ``seconds``, where they end."""
     check("ramp: seconds", seconds, above=0)
     for rate in (low, high):
         check("ramp: a rate", rate, at_least=0)
@@ -75,14 +63,9 @@ def ramp_time(n: float, low: float, high: float, seconds: float) -> float:
 def schedule(
     shape: str, rate: float, *, n: int | None = None, seconds: float | None = None, seed: int = 0
 ) -> list[float]:
-    """Offsets of one run: at most ``n``, and none at or after ``seconds``.
+    """Offsets of one run: at most ``n``, and none at or after ``seconds``; a :class:`RequestError` without either.
 
-    Args:
-        shape: ``constant``, ``poisson``, ``gamma:0.5`` or ``ramp:2-20``, which has its own rates and needs ``seconds``.
-        rate: requests a second.
-
-    Raises:
-        RequestError: an unknown shape, or a schedule that would have no end.
+    ``shape`` is ``constant``, ``poisson``, ``gamma:0.5`` or ``ramp:2-20``, which has its own rates.
     """
     name, _, rest = shape.partition(":")
     try:
@@ -93,16 +76,13 @@ def schedule(
             offsets = ramp(float(low), float(high), seconds, seed)
         elif name == "gamma":
             offsets = gamma(rate, float(rest), seed)
-        elif rest or name not in ("constant", "poisson"):
-            raise ValueError
         else:
-            offsets = constant(rate) if name == "constant" else poisson(rate, seed)
-    except ValueError:
+            offsets = {"constant": constant(rate), "poisson": poisson(rate, seed)}[shape]
+    except (ValueError, KeyError):
         raise RequestError(f"arrivals '{shape}': write constant, poisson, gamma:0.5 or ramp:2-20") from None
     if n is None and seconds is None:
         raise RequestError("arrivals: say how many requests, or for how many seconds")
     if seconds is not None:
         check("seconds", seconds, above=0)
-        end = seconds
-        offsets = takewhile(lambda at: at < end, offsets)
+        offsets = takewhile(lambda at: at < seconds, offsets)
     return list(islice(offsets, n))

@@ -1,4 +1,7 @@
-"""Work from files: lengths, real prompts, and recorded traces to replay. A line that does not fit is named."""
+"""Work from files: lengths, real prompts, and recorded traces to replay.
+
+A file that cannot be read is a :class:`RequestError`, which names the line that does not fit.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,13 @@ from nanoinfer.workload.items import WorkItem, synthetic_prompt
 
 T = TypeVar("T")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?")
-_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def _parse_lines(path: Path, parse: Callable[[str, int], T | None], wanted: str) -> list[T]:
     """What ``parse`` makes of each line that is not blank and its number; None for a line to pass over.
 
     Only a line feed ends a line: U+2028 may be part of a prompt.
-
-    Raises:
-        RequestError: naming the line that is not as ``wanted``, or a file that holds nothing or cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -49,7 +49,7 @@ def _parse_lines(path: Path, parse: Callable[[str, int], T | None], wanted: str)
 
 def _length(value: Any) -> int:
     """A length that came from a file. Raises ValueError for what is no whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ValueError
     return value
 
@@ -58,9 +58,6 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
     """Prompt and output lengths: two numbers a line (a first line of names is passed over), or ``.jsonl`` records.
 
     Records need ``prompt_tokens`` and ``output_tokens``, so the traces of an earlier run serve as well.
-
-    Raises:
-        RequestError: naming the line that is not a pair of lengths.
     """
 
     def parse(line: str, number: int) -> tuple[int, int] | None:
@@ -76,12 +73,9 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
 
 
 def read_prompts(path: Path) -> list[tuple[str, int | None]]:
-    """Prompts, with the length of the answer where it is given.
+    """Prompts, one a line, with the length of the answer where it is given.
 
-    One prompt a line; in a ``.jsonl`` file a string, or an object with ``prompt`` and perhaps ``output_tokens``.
-
-    Raises:
-        RequestError: naming the line that holds no prompt.
+    In a ``.jsonl`` file a prompt is a string, or an object with ``prompt`` and perhaps ``output_tokens``.
     """
 
     def parse(line: str, _: int) -> tuple[str, int | None]:
@@ -112,9 +106,6 @@ def read_trace(path: Path) -> list[TraceEntry]:
     Our own are JSON lines: ``{"at": 0.5, "prompt_tokens": 120, "output": 40}``, with ``at`` in seconds from the start,
     and ``"prompt"`` (a text or token ids) where it is known. Azure's (https://github.com/Azure/AzurePublicDataset) are
     CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens; their times count from the first request.
-
-    Raises:
-        RequestError: a file that cannot be read, naming the line.
     """
     if path.suffix not in (".csv", ".jsonl"):
         raise RequestError(f"{path}: a trace is a .jsonl of our own or a .csv as Azure publishes them")
@@ -130,11 +121,9 @@ def _azure(path: Path) -> list[TraceEntry]:
             at, context, generated = (row[column] for column in columns)
             return nanoseconds(at), _length(int(context)), _length(int(generated))
         names = [name.strip().lower() for name in row]
-        for name in _COLUMNS:
+        for name in map(str.lower, COLUMNS):
             if name not in names:
-                raise RequestError(
-                    f"{path}, line 1: no column {name}; needed are TIMESTAMP,ContextTokens,GeneratedTokens"
-                )
+                raise RequestError(f"{path}, line 1: no column {name}; needed are {','.join(COLUMNS)}")
             columns.append(names.index(name))
         return None
 
@@ -162,7 +151,7 @@ def _ours(path: Path) -> list[TraceEntry]:
         if not 0 <= at < math.inf:
             raise ValueError
         if isinstance(prompt, list):
-            if not prompt or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+            if not prompt or any(type(i) is not int for i in prompt):
                 raise ValueError
             prompt, tokens = tuple(prompt), len(prompt)
         elif not isinstance(prompt, str | None) or prompt == "":
@@ -182,11 +171,7 @@ def _ours(path: Path) -> list[TraceEntry]:
 def replayed(
     entries: Sequence[TraceEntry], *, speed_up: float = 1.0, seed: int = 0, vocab_size: int | None = None
 ) -> list[WorkItem]:
-    """The trace as work, every offset divided by ``speed_up``. Prompts that were not kept are synthetic.
-
-    Raises:
-        RequestError: a speed-up that is not above 0.
-    """
+    """The trace as work, every offset divided by ``speed_up`` (above 0). Prompts that were not kept are synthetic."""
     check("speed-up", speed_up, above=0)
     rng = random.Random(f"{seed}/replay")
     prompts = (e.prompt or synthetic_prompt(rng, e.prompt_tokens or 1, vocab_size) for e in entries)

@@ -17,25 +17,16 @@ from nanoinfer.errors import RequestError
 
 T = TypeVar("T")
 #: Words that byte-pair vocabularies of English hold whole: n of them are about n tokens. The server counts them.
-_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem "
-    "hand part place case week company system program question work government number night point home water room "
-    "mother area money story fact month lot right study book eye job word business issue side kind head house service "
-    "friend father power hour game line end member law car city community name president team minute idea body"
-)
-WORDS = _WORDS.split()
+WORDS = ["time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name", "president", "team", "minute", "idea", "body"]
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request: its prompt (a text or token ids), how many tokens it wants, and when it is due.
+    """One request."""
 
-    ``at`` is in seconds from the start of the schedule that the item belongs to.
-    """
-
-    prompt: str | Sequence[int]
-    output: int
-    at: float = 0.0
+    prompt: str | Sequence[int]  # a text, or token ids
+    output: int  # tokens that it wants
+    at: float = 0.0  # when it is due, in seconds from the start of its schedule
 
     @property
     def ids(self) -> list[int]:
@@ -126,23 +117,21 @@ def synthetic(
 def from_pairs(
     pairs: Sequence[tuple[int, int]], *, seed: int = 0, vocab_size: int | None = None, stream: str = "measured"
 ) -> Iterator[WorkItem]:
-    """Synthetic requests with these (prompt, output) lengths, without end; all pairs come before any comes again."""
+    """Synthetic requests with these (prompt, output) lengths, without end."""
     rng = random.Random(f"{seed}/{stream}")
     for prompt, output in _shuffled(pairs, rng):
         yield WorkItem(synthetic_prompt(rng, prompt, vocab_size), output)
 
 
 def from_prompts(prompts: Sequence[tuple[str, int | None]], output: Lengths, *, seed: int = 0) -> Iterator[WorkItem]:
-    """Requests with these prompts, without end; all come before any comes again.
-
-    ``output`` is for prompts that do not say how long their answer is.
-    """
+    """Requests with these prompts, without end; ``output`` where one does not say how long its answer is."""
     rng = random.Random(f"{seed}/prompts")
     for text, wanted in _shuffled(prompts, rng):
         yield WorkItem(text, output.draw(rng) if wanted is None else wanted)
 
 
 def _shuffled(items: Sequence[T], rng: random.Random) -> Iterator[T]:
+    """All of them come before any comes again."""
     while True:
         yield from rng.sample(items, len(items))
 
@@ -151,9 +140,8 @@ def split_warmup(prompts: Sequence[T], n: int, seed: int = 0) -> tuple[list[T], 
     """``n`` prompts for warming up, and the others. Raises :class:`RequestError` where no others are left."""
     unique = list(dict.fromkeys(prompts))
     if n >= len(unique):
-        raise RequestError(
-            f"{len(unique)} different prompts are too few for a warm-up of {n} and a measurement of others"
-        )
+        few = f"{len(unique)} different prompts are too few"
+        raise RequestError(f"{few} for a warm-up of {n} and a measurement of others")
     random.Random(f"{seed}/set aside").shuffle(unique)
     warmup = set(unique[:n])
     return unique[:n], [prompt for prompt in prompts if prompt not in warmup]
