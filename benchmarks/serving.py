@@ -28,7 +28,7 @@ from nanoinfer.measure.metrics import chunk_gaps, ttft
 from nanoinfer.measure.stats import ratio_of_medians
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.simulate.simulator import simulate
+from nanoinfer.simulate import simulate
 from nanoinfer.theory.roofline import StepTimes, batched_seconds
 from nanoinfer.workload.items import WorkItem, log_normal_work
 

@@ -27,7 +27,7 @@ from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.metrics import collect
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.simulate.simulator import simulate
+from nanoinfer.simulate import simulate
 from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem, parse_lengths, schedule_at, synthetic

@@ -1,4 +1,6 @@
-"""What a run or a simulation shows: each figure with its definition, its number of samples and how sure it is.
+"""What a run (:func:`summarise`) or a simulation (:class:`SimulationScores`) shows.
+
+Each figure comes with its definition, its number of samples and how sure it is.
 
 Latencies, goodput and errors are of the requests due inside the window; rates, concurrency and Little's law are of the
 window itself, by event time. What was not measured is ``None``, never 0.
@@ -10,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from nanoinfer.bench.run import Run
@@ -17,13 +20,16 @@ from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import (
     TAILS,
     BatchMeans,
+    BinnedBatchMeans,
     Interval,
+    least_n,
     percentile,
     percentile_interval,
     sorted_percentile,
     summarize,
 )
 from nanoinfer.measure.trace import Trace
+from nanoinfer.simulate import Span
 
 #: Figures that pool the gaps of all requests: each gap with how often it counts.
 GAPS: Final[Mapping[str, Callable[[Trace], Iterable[tuple[float, int]]]]] = {
@@ -48,6 +54,7 @@ RATES: Final = {
     "peak_tok_s": ("peak_throughput", "tok/s"),
 }
 CONFIDENCE: Final = 0.95
+AT_ONCE: Final = 1024  # traces of a simulation that are scored at a time
 #: The definitions of :mod:`nanoinfer.measure.metrics`, and those of figures that it holds as parts of a whole.
 DEFINITIONS: Final[Mapping[str, str]] = {
     **metrics.DEFINITIONS,
@@ -57,6 +64,16 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "little": "Little's law: mean concurrency against requests sent per second x their mean time in the system",
     "loop_stalls": "how late a periodic tick of the client's event loop was",
     "wait": "first step that computes any of the prompt - t_scheduled: the queue's part of the time to first token",
+}
+#: Figures of a simulation alone, and those that it defines otherwise.
+SIMULATED: Final[Mapping[str, str]] = {
+    "interval": "95%, by batch means over 20 stretches of the window; none where fewer than 200 samples came",
+    "requests_s": "requests that ended inside the window / the window's length",
+    "concurrency": "time-weighted mean number of requests that came and have not yet ended",
+    "queued": "time-weighted mean number of requests that came and have not yet started",
+    "busy": "share of the window in which a step ran",
+    "running": "sequences in a step, mean over the time in which steps ran",
+    "kv_used": "share of the KV blocks that sequences hold, mean over the time in which steps ran",
 }
 
 
@@ -276,9 +293,8 @@ def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str
     """Percentiles of all samples with exact intervals for independent ones."""
     values.sort()
     s = summarize(values, CONFIDENCE)
-    points = [Interval(s.median, s.low, s.high)]
-    for value, q in zip((s.p90, s.p95, s.p99), TAILS, strict=True):
-        points.append(Interval(value, *((None, None) if name in GAPS else percentile_interval(values, q, CONFIDENCE))))
+    at = {50.0: s.median, 90.0: s.p90, 95.0: s.p95, 99.0: s.p99}
+    points = [Interval(value, *percentile_interval(values, q, CONFIDENCE)) for q, value in at.items()]
     record = figure(name, s.n, s.mean, s.std, (s.minimum, s.maximum), points) | {"too_small": list(s.too_small)}
     if name in GAPS:
         # Gaps of one request are correlated, so the pool has no interval; TPOT is the figure that has one.
@@ -287,11 +303,11 @@ def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str
         return record
     # Failed requests are counted, not mixed in: a fast refusal is no low latency.
     adjusted = [*values, *[math.inf] * scores.failed]
-    at = {f"p{q:g}": sorted_percentile(adjusted, q) if adjusted else None for q in (50.0, *TAILS)}
+    tails = {f"p{q:g}": sorted_percentile(adjusted, q) if adjusted else None for q in at}
     return record | {
         "undefined": scores.undefined[name],
         "failed": scores.failed,
-        "adjusted": {key: "inf" if value == math.inf else value for key, value in at.items()},  # JSON has no infinity
+        "adjusted": {q: "inf" if value == math.inf else value for q, value in tails.items()},  # JSON has no infinity
     }
 
 
@@ -365,3 +381,117 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
             f"Little's law is off by {law['relative_error']:.0%}: the window is no steady state (a queue that grows, "
             "or a window short against a request's time)."
         )
+
+
+# --- simulations --------------------------------------------------------------------------
+
+
+class SimulationScores(WindowScores):
+    """Scores of one or several simulated replicas, of ``kv_blocks`` each, whose traces are not kept.
+
+    Kept are a number a request, and gaps in bins. Intervals are by batch means (:mod:`nanoinfer.measure.stats`),
+    because requests of one queue are correlated.
+    """
+
+    def __init__(
+        self, start: float, end: float, kv_blocks: int, slo: Mapping[str, float] | None = None, replicas: int = 1
+    ) -> None:
+        self.batches = {name: BatchMeans(start, end) for name in ("wait", "ttft", "tpot", "e2e", "normalized_latency")}
+        self.batches["itl"] = BinnedBatchMeans(start, end)
+        self.judged = BatchMeans(start, end)
+        super().__init__(start, end, slo, self.batches, self.judged)
+        self.kv_blocks, self.replicas = kv_blocks, replicas
+        self.rates = dict.fromkeys(("output_tok_s", "requests_s", "input_tok_s"), 0.0)
+        self.prompt_tokens = self.preemptions = self.most_blocks = 0
+        self.queued = self.busy_s = self.row_s = self.block_s = self.steps = 0.0
+
+    def add_all(self, traces: Iterable[Trace]) -> None:
+        """Score traces as they come, and keep none."""
+        traces = iter(traces)
+        while some := list(islice(traces, AT_ONCE)):
+            if (throughput := self.add(some)) is not None:
+                for name in self.rates:
+                    self.rates[name] += getattr(throughput, name)
+            for trace in some:
+                started = trace.t_sent if trace.t_start is None else trace.t_start
+                self.queued += _overlap(trace.t_sent, started, self.start, self.end) / self.width
+                if self.is_judged(trace):
+                    self.prompt_tokens += trace.prompt_tokens
+                    self.preemptions += trace.preemptions
+
+    def add_span(self, span: Span) -> None:
+        """Note a step, or several; only what lies inside the window counts."""
+        inside = _overlap(span.start, span.end, self.start, self.end)
+        self.busy_s += inside
+        self.row_s += inside * span.rows
+        self.block_s += inside * span.blocks
+        if span.end > span.start:
+            self.steps += span.steps * inside / (span.end - span.start)
+        self.most_blocks = max(self.most_blocks, span.blocks)
+
+    @property
+    def good_share(self) -> float | None:
+        """Of the judged requests, those that met every limit; ``None`` of none."""
+        return self.judged.mean().value
+
+    def record(self) -> dict[str, Any]:
+        """All figures, as JSON."""
+        rates = {name: rate(name, value) for name, value in self.rates.items()}
+        rates["requests_s"]["definition"] = SIMULATED["requests_s"]
+        return {
+            "window": {"start_s": self.start, "end_s": self.end, "seconds": self.width},
+            "requests": {"measured": self.due, "warmup": self.warmup, "after_window": self.late},
+            "tokens": {"prompt": self.prompt_tokens, "output": self.output_tokens},
+            "latency": {name: self._figure(name) for name in self.batches},
+            "rates": rates,
+            "concurrency": {
+                "definition": SIMULATED["concurrency"],
+                "mean": self.concurrency,
+                "queued": {"definition": SIMULATED["queued"], "mean": self.queued},
+                "little": self.little() if self.due else None,
+            },
+            "engine": self._engine(),
+            "goodput": self.goodput(self._share_interval()),
+            "interval_definition": SIMULATED["interval"],
+        }
+
+    def _figure(self, name: str) -> dict[str, Any]:
+        batches = self.batches[name]
+        n, mean, points = batches.n, batches.mean(), [batches.percentile(q) for q in (50.0, *TAILS)]
+        ends = (batches.minimum, batches.maximum) if n else (None, None)
+        record = figure(name, n, mean.value, batches.std, ends, points)
+        record["intervals"] = {"mean": (mean.low, mean.high), **record["intervals"]}
+        least = min(n, self.due)  # the gaps of one request count as no more than it
+        return record | {
+            "undefined": self.undefined[name],
+            "too_small": [f"p{q:g}" for q in TAILS if least < least_n(q)],
+            "bins": batches.resolution or None,
+        }
+
+    def _engine(self) -> dict[str, Any]:
+        busy_s, is_used = self.busy_s, self.busy_s > 0
+        return {
+            "busy": {"definition": SIMULATED["busy"], "share": busy_s / (self.width * self.replicas)},
+            "running": {"definition": SIMULATED["running"], "mean": self.row_s / busy_s if is_used else None},
+            "kv_used": {
+                "definition": SIMULATED["kv_used"],
+                "mean": self.block_s / busy_s / self.kv_blocks if is_used else None,
+                "max": self.most_blocks / self.kv_blocks,
+            },
+            "steps": self.steps,
+            "step_mean_s": busy_s / self.steps if self.steps else None,
+            "preemptions": self.preemptions,
+        }
+
+    def _share_interval(self) -> tuple[float, float] | None:
+        """The wider of both: batches that are all good alike say nothing of the requests that did not come."""
+        if not self.judged.n:
+            return None
+        (low, high), batches = wilson(self.good, self.judged.n), self.judged.mean()
+        if batches.low is not None and batches.high is not None:
+            low, high = min(low, batches.low), max(high, batches.high)
+        return max(0.0, low), min(1.0, high)
+
+
+def _overlap(start: float, end: float, low: float, high: float) -> float:
+    return max(0.0, min(end, high) - max(start, low))

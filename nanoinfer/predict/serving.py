@@ -14,14 +14,14 @@ from itertools import islice
 from typing import Any, Final
 
 from nanoinfer.bench.options import parse_slo
-from nanoinfer.bench.simulation import SimulationScores
+from nanoinfer.bench.summary import SimulationScores
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError, check
 from nanoinfer.models.lookup import config_of
 from nanoinfer.predict.options import PlanOptions, SimulateOptions
 from nanoinfer.predict.target import TargetDevice, dtype_named, machine_of, machine_row, model_row, target_named
-from nanoinfer.simulate.simulator import simulate
+from nanoinfer.simulate import simulate
 from nanoinfer.theory import capacity, cost
 from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import gamma

@@ -17,7 +17,13 @@ from nanoinfer.errors import RequestError
 
 T = TypeVar("T")
 #: Words that byte-pair vocabularies of English hold whole: n of them are about n tokens. The server counts them.
-WORDS = ["time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name", "president", "team", "minute", "idea", "body"]
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work government number night point home water room "
+    "mother area money story fact month lot right study book eye job word business issue side kind head house service "
+    "friend father power hour game line end member law car city community name president team minute idea body"
+)
+WORDS = _WORDS.split()
 
 
 @dataclass(frozen=True)

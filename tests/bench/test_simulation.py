@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nanoinfer.bench.simulation import SimulationScores
+from nanoinfer.bench.summary import SimulationScores
 from nanoinfer.measure.trace import Trace
-from nanoinfer.simulate.simulator import Span
+from nanoinfer.simulate import Span
 
 
 def test_the_scores_clip_steps_to_its_window() -> None:

@@ -23,7 +23,7 @@ from nanoinfer.predict.memory import fit
 from nanoinfer.predict.options import FitOptions, PlanOptions, SimulateOptions
 from nanoinfer.predict.serving import SimulatedLoad, highest_rate, plan, simulate_serving
 from nanoinfer.predict.terminal import show_simulate
-from nanoinfer.simulate.simulator import simulate
+from nanoinfer.simulate import simulate
 from nanoinfer.theory.roofline import Machine, StepTimes, mixed_step
 from nanoinfer.workload.arrivals import gamma
 from nanoinfer.workload.items import Lengths

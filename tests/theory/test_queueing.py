@@ -13,7 +13,7 @@ from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import BatchMeans
-from nanoinfer.simulate.simulator import Span, simulate
+from nanoinfer.simulate import Span, simulate
 from nanoinfer.theory.queueing import md1_wait, mg1_wait, mm1_wait
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanoinfer import simulate as simulator
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.engines.continuous import ContinuousEngine
@@ -22,8 +23,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import load_model
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.simulate import simulator
-from nanoinfer.simulate.simulator import Span, record_plans, sequence_of, simulate
+from nanoinfer.simulate import Span, record_plans, sequence_of, simulate
 from nanoinfer.theory.curves import Rows
 from nanoinfer.theory.roofline import Machine, StepTimes, decode_step, prefill_step
 from nanoinfer.workload.arrivals import poisson

@@ -40,22 +40,21 @@ class StepTimeModel(Protocol):
 
 
 class Span(NamedTuple):
-    """One step, or several in one jump. Seconds; ``tokens`` were computed, ``blocks`` were held in the last step."""
+    """One step, or several in one jump."""
 
-    start: float
+    start: float  # s
     end: float
     steps: int
     rows: int
-    tokens: int
-    blocks: int
+    tokens: int  # computed
+    blocks: int  # held in the last step
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """An active request. ``runs``: first and last number of each range of steps in which it got a token per step."""
-
     trace: Trace
-    left: int
+    left: int  # tokens
+    #: First and last number of each range of steps in which it got a token per step.
     runs: list[list[int]] = field(default_factory=list)
 
 
@@ -72,7 +71,13 @@ def simulate(
     :meth:`StepTimeModel.seconds`, every step is planned, none jumped over. ``on_span`` is called after each step or
     jump. Raises :class:`RequestError`, when its turn comes, for work that can never fit or is out of order.
     """
-    return _Simulation(work, scheduler, times, on_span).run()
+    simulation = _Simulation(iter(work), scheduler, times)
+    while simulation.queue_arrivals():
+        start, before = simulation.clock, simulation.steps
+        rows, tokens, ended = simulation.advance()
+        if on_span is not None:
+            on_span(Span(start, simulation.clock, simulation.steps - before, rows, tokens, simulation.held))
+        yield from ended
 
 
 def record_plans(scheduler: Scheduler) -> list[StepPlan]:
@@ -101,37 +106,21 @@ def sequence_of(work: WorkItem) -> SequenceState:
 
 class _Simulation:
     def __init__(
-        self,
-        work: Iterable[WorkItem],
-        scheduler: Scheduler,
-        times: StepTimeModel | Callable[[Rows, int], float],
-        on_span: Callable[[Span], None] | None,
+        self, work: Iterator[WorkItem], scheduler: Scheduler, times: StepTimeModel | Callable[[Rows, int], float]
     ) -> None:
-        self.scheduler, self.on_span = scheduler, on_span
+        self.scheduler = scheduler
         self.model = None if callable(times) else times
         self.seconds = times if callable(times) else times.seconds
         self.clock = 0.0
         self.active: dict[SequenceState, _Request] = {}
-        self._work = iter(work)
-        self._next = next(self._work, None)
+        self._work, self._next = work, next(work, None)
         self._ends = array("d")  # of steps, the first of them number self._first
-        self._first, self._steps, self._keep = 0, 0, KEPT_ENDS
-        self._held = 0  # blocks in the last step
-        #: Every running request lacks its newest token and no other.
-        self._decoding = False
-        #: The head of the queue was turned away by the last plan, and no request has left since.
-        self._turned_away = False
+        self._first, self._keep = 0, KEPT_ENDS
+        self.steps, self.held = 0, 0  # blocks in the last step
+        self._decoding = False  # every running request lacks its newest token and no other
+        self._turned_away = False  # the last plan did so with the head of the queue, and no request has left since
 
-    def run(self) -> Iterator[Trace]:
-        """See :func:`simulate`."""
-        while self._queue_arrivals():
-            start, before = self.clock, self._steps
-            rows, tokens, ended = (self._jump() if self._nothing_to_decide else None) or self._step()
-            if self.on_span is not None:
-                self.on_span(Span(start, self.clock, self._steps - before, rows, tokens, self._held))
-            yield from ended
-
-    def _queue_arrivals(self) -> bool:
+    def queue_arrivals(self) -> bool:
         """False where all is done. Requests beyond ``max_running`` in the queue cannot matter yet: they wait."""
         if not self.active and self._next is not None:
             self.clock = max(self.clock, self._next.at)
@@ -146,10 +135,14 @@ class _Simulation:
                 raise RequestError(f"work must come in order of its time: {self._next.at:g} s after {work.at:g} s")
         return bool(self.active)
 
+    def advance(self) -> tuple[int, int, list[Trace]]:
+        """Take a step, or several in a jump: rows, tokens, and the traces that ended."""
+        return (self._jump() if self._nothing_to_decide else None) or self._step()
+
     # --- a step ---------------------------------------------------------------------------
 
     def _step(self) -> tuple[int, int, list[Trace]]:
-        """One step as the scheduler plans it: rows, tokens, and the traces that ended."""
+        """As the scheduler plans it."""
         scheduler = self.scheduler
         plan = scheduler.schedule()
         for chunk in plan.chunks:
@@ -198,7 +191,7 @@ class _Simulation:
             ends.append(self.clock)
             if self.clock >= until:
                 break
-        self._advance(running, len(ends))
+        self._grow_tables(running, len(ends))
         self._note_ends(ends)
         return len(running), len(running) * len(ends), self._give_tokens(running, len(ends))
 
@@ -213,7 +206,7 @@ class _Simulation:
 
         return bisect_right(range(1, most + 1), pool.available, key=needed)
 
-    def _advance(self, sequences: Sequence[SequenceState], steps: int) -> None:
+    def _grow_tables(self, sequences: Sequence[SequenceState], steps: int) -> None:
         """Grow and commit the tables as ``steps`` steps would: the calls that take or hash a block, in their order."""
         pool = self.scheduler.pool
         size = pool.block_size
@@ -238,16 +231,16 @@ class _Simulation:
 
     def _note_ends(self, ends: Sequence[float]) -> None:
         self._ends.extend(ends)
-        self._steps += len(ends)
-        self._held = self.scheduler.pool.used
+        self.steps += len(ends)
+        self.held = self.scheduler.pool.used
         if len(self._ends) > self._keep:
-            oldest = min([self._steps - len(ends), *(r.runs[0][0] for r in self.active.values() if r.runs)])
+            oldest = min([self.steps - len(ends), *(r.runs[0][0] for r in self.active.values() if r.runs)])
             del self._ends[: oldest - self._first]
             self._first, self._keep = oldest, max(KEPT_ENDS, 2 * len(self._ends))
 
     def _give_tokens(self, sequences: Sequence[SequenceState], steps: int) -> list[Trace]:
         """A token each in each of the last steps; the traces of those for which it was the last one."""
-        last, ended = self._steps - 1, []
+        last, ended = self.steps - 1, []
         for sequence in sequences:
             request = self.active[sequence]
             if request.runs and request.runs[-1][1] == last - steps:

@@ -1,1 +1,0 @@
-"""The real scheduler on a computed clock: start with `simulator.simulate`."""
