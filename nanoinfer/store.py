@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import platformdirs
 
@@ -63,9 +65,8 @@ def cache_file(kind: str, key: Iterable[object], code: Iterable[Path] = ()) -> P
 
 def cached(
     path: Path,
+    kind: type[T],
     measure: Callable[[], T],
-    parse: Callable[[str], T],
-    dump: Callable[[T], str],
     *,
     max_age_s: float = float("inf"),
     fresh: bool = False,
@@ -73,24 +74,44 @@ def cached(
 ) -> T:
     """What the file holds if it can be read and is recent enough, else what ``measure`` returns, stored for next time.
 
-    Args:
-        fresh: measure in any case.
-        keep: whether a new result is worth storing; one from a busy machine is not.
+    ``kind`` is the result's dataclass. ``fresh`` measures in any case; ``keep`` tells whether a new result is worth
+    storing: one from a busy machine is not.
     """
-    if not fresh and (result := read_cached(path, parse, max_age_s)) is not None:
+    if not fresh and (result := read_cached(path, kind, max_age_s)) is not None:
         return result
     result = measure()
     if keep(result):
         with contextlib.suppress(OSError):  # a disk that refuses costs the next call the measurement, nothing else
-            write_whole(path, dump(result))
+            write_whole(path, json.dumps(asdict(result), indent=1) + "\n")  # type: ignore[call-overload]
     return result
 
 
-def read_cached(path: Path, parse: Callable[[str], T], max_age_s: float = float("inf")) -> T | None:
+def read_cached(path: Path, kind: type[T], max_age_s: float = float("inf")) -> T | None:
     """The stored result, or ``None`` where it is missing, older than ``max_age_s`` or damaged."""
     try:
         if time.time() - path.stat().st_mtime > max_age_s:
             return None
-        return parse(path.read_text(encoding="utf-8"))
+        result: T = restored(kind, json.loads(path.read_text(encoding="utf-8")))
+        return result
     except (OSError, ValueError, LookupError, TypeError, AttributeError, NanoinferError):
         return None
+
+
+def restored(kind: Any, data: Any) -> Any:
+    """A dataclass, or a field of one, from the JSON of its :func:`~dataclasses.asdict`.
+
+    Knows dataclasses, tuples, mappings and ``| None``; anything else is taken as it is. What is damaged raises
+    ValueError, LookupError, TypeError, AttributeError or what the dataclass itself raises.
+    """
+    inner = get_args(kind)
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: restored(types[name], value) for name, value in data.items()})  # type: ignore[operator]
+    if NoneType in inner:
+        return None if data is None else restored(inner[0], data)
+    if get_origin(kind) is Mapping:
+        return {inner[0](key): restored(inner[1], value) for key, value in data.items()}
+    if get_origin(kind) is tuple:
+        each = [inner[0]] * len(data) if inner[-1] is Ellipsis else inner
+        return tuple(restored(one, value) for one, value in zip(each, data, strict=True))
+    return data

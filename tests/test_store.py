@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.store import cache_dir, cache_file, cached, read_cached, write_whole
+from nanoinfer.store import cache_dir, cache_file, cached, read_cached, restored, write_whole
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +22,15 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "cache"))
 
 
-def parse(text: str) -> list[int]:
-    data: list[int] = json.loads(text)["numbers"]
-    return data
+@dataclass(frozen=True)
+class Numbers:
+    """A result with a rule of its own."""
 
+    numbers: tuple[int, ...]
 
-def dump(numbers: list[int]) -> str:
-    return json.dumps({"numbers": numbers})
+    def __post_init__(self) -> None:
+        if max(self.numbers) > 99:
+            raise NanoinferError("of another kind")
 
 
 def test_the_users_choice_of_a_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,46 +74,57 @@ def test_another_key_or_other_code_is_another_file(tmp_path: Path) -> None:
 def test_measured_once_and_read_back(tmp_path: Path) -> None:
     path, calls = cache_file("kind", ["key"]), []
 
-    def measure() -> list[int]:
+    def measure() -> Numbers:
         calls.append(len(calls))
-        return [*calls]
+        return Numbers(tuple(calls))
 
-    assert cached(path, measure, parse, dump) == [0]
-    assert cached(path, measure, parse, dump) == [0]
-    assert cached(path, measure, parse, dump, fresh=True) == [0, 1]
-    assert cached(path, measure, parse, dump) == [0, 1]
+    assert cached(path, Numbers, measure).numbers == (0,)
+    assert cached(path, Numbers, measure).numbers == (0,)
+    assert cached(path, Numbers, measure, fresh=True).numbers == (0, 1)
+    assert cached(path, Numbers, measure).numbers == (0, 1)
     os.utime(path, (0, time.time() - 100))
-    assert cached(path, measure, parse, dump, max_age_s=200) == [0, 1]
-    assert cached(path, measure, parse, dump, max_age_s=50) == [0, 1, 2]
+    assert cached(path, Numbers, measure, max_age_s=200).numbers == (0, 1)
+    assert cached(path, Numbers, measure, max_age_s=50).numbers == (0, 1, 2)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff\xfe"])
+@dataclass(frozen=True)
+class Everything:
+    """What a stored result may hold."""
+
+    pair: tuple[str, float]
+    by_size: Mapping[int, Numbers]
+    one: Numbers | None
+    none: Numbers | None
+    kind: Literal["a", "b"] | None
+    anything: Mapping[str, Any]
+
+
+def test_a_result_comes_back_as_it_was() -> None:
+    result = Everything(("x", math.inf), {3: Numbers((1, 2)), 4: Numbers((5,))}, Numbers((6,)), None, "b", {"y": [1]})
+    assert restored(Everything, json.loads(json.dumps(asdict(result)))) == result
+    for change in ({"pair": ["x"]}, {"by_size": {"x": {"numbers": [1]}}}, {"one": [1]}, {"more": 1}):
+        with pytest.raises((ValueError, AttributeError, LookupError)):
+            restored(Everything, {**json.loads(json.dumps(asdict(result))), **change})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff\xfe", b'{"numbers": [100]}'])
 def test_a_damaged_file_counts_as_none(content: bytes) -> None:
     path = cache_file("kind", ["key"])
+    assert read_cached(path, Numbers) is None
     write_whole(path, "")
     path.write_bytes(content)
-    assert read_cached(path, parse) is None
-    assert cached(path, lambda: [7], parse, dump) == [7]
-    assert read_cached(path, parse) == [7]
-
-
-def test_what_the_parser_refuses_counts_as_none() -> None:
-    def refuse(text: str) -> list[int]:
-        raise NanoinferError("of another kind")
-
-    path = cache_file("kind", ["key"])
-    assert read_cached(path, parse) is None
-    write_whole(path, dump([1]))
-    assert read_cached(path, refuse) is None
+    assert read_cached(path, Numbers) is None
+    assert cached(path, Numbers, lambda: Numbers((7,))) == Numbers((7,))
+    assert read_cached(path, Numbers) == Numbers((7,))
 
 
 def test_only_a_result_worth_keeping_is_kept() -> None:
     path = cache_file("kind", ["key"])
-    assert cached(path, lambda: [1, 2], parse, dump, keep=lambda numbers: len(numbers) < 2) == [1, 2]
+    assert cached(path, Numbers, lambda: Numbers((1, 2)), keep=lambda it: len(it.numbers) < 2) == Numbers((1, 2))
     assert not path.exists()
 
 
 def test_a_disk_that_refuses_costs_only_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "file"))
-    assert cached(cache_file("kind", ["key"]), lambda: [3], parse, dump) == [3]
+    assert cached(cache_file("kind", ["key"]), Numbers, lambda: Numbers((3,))) == Numbers((3,))

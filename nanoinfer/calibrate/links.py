@@ -5,11 +5,10 @@ seconds = alpha + bytes sent / beta
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -69,23 +68,6 @@ class LinkRates:
             raise RequestError(f"'{kind}' was not timed between these ranks; {nearest(kind, self.rates)}")
         return self.rates[kind]
 
-    def to_json(self) -> str:
-        """Everything, as JSON text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LinkRates:
-        """What :meth:`to_json` wrote. Raises ValueError for anything else."""
-        try:
-            data = json.loads(text)
-            rates = {
-                kind: Rate(**{**rate, "points": tuple((sent, seconds) for sent, seconds in rate["points"])})
-                for kind, rate in data["rates"].items()
-            }
-            return cls(**{**data, "rates": rates})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a record of a link's rates: {error!r}") from None
-
 
 def predicted(traffic: Iterable[Traffic], link: LinkRates) -> float:
     """Seconds that this traffic takes, one call after the other. Raises :class:`RequestError` for an unknown kind."""
@@ -124,25 +106,22 @@ def measure_link(ranks: int, device: str = "cpu", *, rounds: int = ROUNDS, fresh
 
     return cached(
         cache_file("link", [ranks, device, *machine_key()], [Path(parallel.__path__[0])]),
+        LinkRates,
         measure,
-        LinkRates.from_json,
-        LinkRates.to_json,
         max_age_s=KEEP_S,
         fresh=fresh,
         keep=lambda link: link.disturbed <= MAX_WAITED,
     )
 
 
-def _rates(answers: list[dict[str, Any]]) -> dict[str, Rate]:
+def _rates(answers: Sequence[Mapping[str, Any]]) -> dict[str, Rate]:
     """The median over a point's samples; a sample is that of the rank that waited least."""
-    rates = {}
-    for kind, points in answers[0]["calls"].items():
-        medians = []
-        for i, (sent, _) in enumerate(points):
-            samples = zip(*(answer["calls"][kind][i][1] for answer in answers), strict=True)
-            medians.append((sent, sorted_percentile(sorted(map(min, samples)), 50)))
-        rates[kind] = fit_rate(medians)
-    return rates
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for ranks in zip(*(answer["calls"] for answer in answers), strict=True):
+        kind, sent, _ = ranks[0]
+        samples = zip(*(times for _, _, times in ranks), strict=True)
+        points[kind].append((sent, sorted_percentile(sorted(map(min, samples)), 50)))
+    return {kind: fit_rate(found) for kind, found in points.items()}
 
 
 def time_calls(comm: Communicator, rounds: int) -> dict[str, Any]:
@@ -163,12 +142,13 @@ def time_calls(comm: Communicator, rounds: int) -> dict[str, Any]:
             logged = len(comm.log)
             samples[i].append(timed(call, device)[1] / hops)
             sent[i] = sum(entry.sent for entry in comm.log[logged:])
-    calls: dict[str, list[tuple[float, list[float]]]] = {}
-    for i, (kind, _, _) in enumerate(items):
-        calls.setdefault(kind, []).append((sent[i], samples[i]))
     used = sum(psutil.cpu_times()[:3]) - busy  # user, nice and system time of the whole machine
-    wall = (now() - start) * (psutil.cpu_count() or 1)
-    return {"calls": calls, "wall": wall, "own": time.process_time() - own, "busy": used}
+    return {
+        "calls": list(zip((kind for kind, _, _ in items), sent, samples, strict=True)),
+        "wall": (now() - start) * (psutil.cpu_count() or 1),
+        "own": time.process_time() - own,
+        "busy": used,
+    }
 
 
 def _calls(comm: Communicator, x: Tensor) -> dict[str, tuple[Callable[[], object], int]]:

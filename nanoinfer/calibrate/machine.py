@@ -7,18 +7,17 @@ torch itself: in rounds of one sample of each, so that a disturbance falls on a 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from nanoinfer.errors import DeviceError, NanoinferError, check, nearest
 from nanoinfer.measure import clock
-from nanoinfer.measure.environment import cpu_model, provenance, usable_cores
+from nanoinfer.measure.environment import cpu_model, machine_key, provenance, usable_cores
 from nanoinfer.measure.stats import sorted_percentile
 from nanoinfer.store import cache_file, cached, read_cached
 from nanoinfer.theory.curves import interpolate
@@ -26,6 +25,8 @@ from nanoinfer.theory.roofline import Machine
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 #: Raised when the method changes: older results are then not taken from the cache.
 FORMAT: Final = 2
@@ -37,17 +38,12 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 #: Bytes streamed through: far beyond any cache share; with inputs and outputs it stays below 1 GB.
 BUFFER_BYTES = 512 << 20
 #: Side of the square weight, and the numbers of rows multiplied with it.
-WIDTH: dict[str, int] = {"cpu": 2048, "mps": 2048, "cuda": 4096}
-ROWS: dict[str, tuple[int, ...]] = {
-    "cpu": (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048),
-    "mps": (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048),
-    "cuda": (1, 8, 32, 128, 512, 2048, 8192),
-}
+WIDTH = {"cpu": 2048, "mps": 2048, "cuda": 4096}
+ROWS: dict[str, tuple[int, ...]] = dict.fromkeys(("cpu", "mps"), (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048))
+ROWS["cuda"] = (1, 8, 32, 128, 512, 2048, 8192)
 MAX_ROUNDS = 25
 #: A sample lasts at least this long, so that neither the clock nor the call to wait shows in it.
 MIN_SAMPLE_S: Final = {"cpu": 0.001, "mps": 0.004, "cuda": 0.004}
-REDUCE_BYTES: Final = 8192
-REDUCE_CALLS: Final = 50
 
 
 # --- the record ------------------------------------------------------------------
@@ -83,15 +79,6 @@ class Product:
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Seconds of one all-reduce of ``nbytes`` among ``ranks``, waiting included: alpha, in effect."""
-
-    ranks: int
-    nbytes: int
-    seconds: Reading
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The ceilings of one device. Bytes/s, FLOP/s and seconds.
 
@@ -109,7 +96,6 @@ class Calibration:
     launch: Reading  # one tiny elementwise operator, issued without waiting for it
     launch_synced: Reading  # the same, waited for each time; no different on a CPU
     launch_linear: Mapping[str, Reading]  # a tiny F.linear, by dtype
-    all_reduce: AllReduce | None
     skipped: tuple[str, ...]  # too slow for the budget, or unsupported
     rounds: int
     waited: float | None
@@ -149,13 +135,8 @@ class Calibration:
         """These ceilings as rates to predict with. Raises :class:`DeviceError` for a dtype that was not measured."""
         rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
         linear = tuple((r, self.flops_at(dtype, r, streamed=True)) for r in rows)
-        small, product = self.launch_seconds(dtype)
-        return Machine(self.device_name, dtype, self.peak(dtype), self.read_bandwidth, small, product, linear)
-
-    def launch_seconds(self, dtype: str) -> tuple[float, float]:
-        """Seconds to start one small operator, and one small ``F.linear`` in ``dtype``. Raises :class:`DeviceError`."""
-        self._points(dtype, streamed=True)
-        return self.launch.median, self.launch_linear[dtype].median
+        launches = self.launch.median, self.launch_linear[dtype].median
+        return Machine(self.device_name, dtype, self.peak(dtype), self.read_bandwidth, *launches, linear)
 
     def _points(self, dtype: str, *, streamed: bool) -> list[Product]:
         points = [point for point in self.products if point.dtype == dtype and point.streamed == streamed]
@@ -163,35 +144,16 @@ class Calibration:
             raise DeviceError(f"'{dtype}' was not calibrated on {self.device}; {nearest(dtype, self.dtypes)}")
         return points
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON data; :meth:`from_json` reads it back to an equal object."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything :meth:`to_json` did not write."""
-        reduce: dict[str, Any] | None = data["all_reduce"]
-        fields = dict(data)
-        for name in ("dtypes", "skipped"):
-            fields[name] = tuple(data[name])
-        for name in ("copy", "launch", "launch_synced"):
-            fields[name] = Reading(**data[name])
-        for name in ("reads", "launch_linear"):
-            fields[name] = {key: Reading(**value) for key, value in data[name].items()}
-        fields["products"] = tuple(Product(**{**row, "rate": Reading(**row["rate"])}) for row in data["products"])
-        fields["all_reduce"] = reduce and AllReduce(**{**reduce, "seconds": Reading(**reduce["seconds"])})
-        return cls(**fields)
-
 
 # --- measuring -------------------------------------------------------------------
 
 
 @dataclass
 class _Item:
-    """One thing to time: a ``call`` does ``work`` bytes, FLOPs or operators; ``calls`` of them make a sample."""
+    """One thing to time: a call does ``work`` bytes or FLOPs (None: its seconds count); ``calls`` make a sample."""
 
     call: Callable[[], object]
-    work: float
+    work: float | None = None
     calls: int = 1
     wait: bool = True
     samples: list[float] = field(default_factory=list)
@@ -208,59 +170,53 @@ class _Item:
             clock.synchronize(device)
         return (clock.now() - start) / self.calls
 
-    def rate(self) -> Reading:
-        return _reading([self.work / seconds for seconds in self.samples])
-
-    def seconds(self) -> Reading:
-        return _reading(self.samples)
-
-
-def _reading(samples: list[float]) -> Reading:
-    ordered = sorted(samples)
-    return Reading(sorted_percentile(ordered, 50), ordered[0], ordered[-1], len(ordered))
+    def reading(self) -> Reading:
+        ordered = sorted(s if self.work is None else self.work / s for s in self.samples)
+        return Reading(sorted_percentile(ordered, 50), ordered[0], ordered[-1], len(ordered))
 
 
 class _Bench:
-    """The items for one device, their tensors, and what was left out."""
+    """What is timed on one device, by the field of :class:`Calibration` it belongs to; what was left out."""
 
     def __init__(self, device: str, budget_s: float) -> None:
         import torch
 
         self.device, self.kind, self.budget_s = device, device.partition(":")[0], budget_s
-        self.items: dict[tuple[Any, ...], _Item] = {}
+        self.items: dict[str, dict[Any, _Item]] = defaultdict(dict)
         self.skipped: list[str] = []
         # Normal random numbers: a GPU runs faster on constant ones. Pairs of bf16 read as one fp32 are normal too.
         tile = torch.randn(min(1 << 20, BUFFER_BYTES // 2), generator=torch.Generator().manual_seed(0))
         self.buffer = tile.bfloat16().to(device).repeat(BUFFER_BYTES // 2 // len(tile))
 
-    def add(self, key: tuple[Any, ...], item: _Item) -> float:
+    def add(self, field: str, key: object, item: _Item) -> float:
         """Warm up, choose how many calls make a sample, and keep the item. Returns its seconds per call."""
+        self.items[field][key] = item
         item.time(self.device)
         once = item.time(self.device)
         if item.calls == 1:
             item.calls = max(1, math.ceil(MIN_SAMPLE_S[self.kind] / once * 0.999)) if once > 0 else 1000
-        self.items[key] = item
         return once
 
-    def memory(self) -> None:
+    def readings(self, field: str) -> dict[Any, Reading]:
+        return {key: item.reading() for key, item in self.items[field].items()}
+
+    def launches_and_memory(self) -> None:
         import torch
 
+        scalar = torch.ones(1, device=self.device)
+
+        def launch_and_wait() -> None:
+            scalar.add_(1)
+            clock.synchronize(self.device)
+
+        self.add("launch", None, _Item(lambda: scalar.add_(1), calls=200, wait=False))
+        self.add("launch_synced", None, _Item(launch_and_wait, calls=200))
         whole = self.buffer.view(torch.float32)
         target, source = whole.chunk(2)
-        self.add(("copy",), _Item(lambda: target.copy_(source), 2 * source.nbytes))
-        self.add(("read", "torch.dot float32"), _Item(lambda: torch.dot(whole, whole), whole.nbytes))
-        self.add(("read", "torch.sum float32"), _Item(lambda: whole.sum(), whole.nbytes))
-        self.add(("read", "torch.sum bfloat16"), _Item(lambda: self.buffer.sum(), whole.nbytes))
-
-    def supports(self, dtype: str) -> bool:
-        from nanoinfer.models.registry import check_dtype
-
-        try:
-            check_dtype(self.device, dtype)
-        except DeviceError as error:
-            self.skipped.append(str(error))
-            return False
-        return True
+        self.add("copy", None, _Item(lambda: target.copy_(source), 2 * source.nbytes))
+        self.add("reads", "torch.dot float32", _Item(lambda: torch.dot(whole, whole), whole.nbytes))
+        self.add("reads", "torch.sum float32", _Item(lambda: whole.sum(), whole.nbytes))
+        self.add("reads", "torch.sum bfloat16", _Item(lambda: self.buffer.sum(), whole.nbytes))
 
     def products(self, dtype: str) -> None:
         import torch
@@ -271,36 +227,23 @@ class _Bench:
         weights = flat.view(-1, width, width).unbind()
         vector = torch.ones(1, width, dtype=kind, device=self.device)
         tall = flat.view(-1, width)  # one weight as large as the whole buffer
-        self.add(("read", f"matrix-vector product {dtype}"), _Item(lambda: linear(vector, tall), flat.nbytes))
+        self.add("reads", f"matrix-vector product {dtype}", _Item(lambda: linear(vector, tall), flat.nbytes))
         tiny, tiny_weight = torch.ones(1, 64, dtype=kind, device=self.device), weights[0][:64, :64].contiguous()
-        self.add(("launch_linear", dtype), _Item(lambda: linear(tiny, tiny_weight), 1, calls=100, wait=False))
+        self.add("launch_linear", dtype, _Item(lambda: linear(tiny, tiny_weight), calls=100, wait=False))
 
         def product(weights: tuple[torch.Tensor, ...], rows: int) -> Callable[[], object]:
             x, turn = weights[0][:1].repeat(rows, 1), itertools.cycle(weights)
             return lambda: linear(x, next(turn))
 
         for streamed in (True, False):
-            rows_before, seconds_before = 0, 0.0
+            per_row = 0.0
             for rows in ROWS[self.kind]:
-                expected = seconds_before * rows / max(1, rows_before)
-                if expected > self.budget_s / 50:
+                if per_row * rows > self.budget_s / 50:
                     how = "streamed" if streamed else "cached"
                     self.skipped.append(f"{dtype} product of {rows} rows, {how}: too slow for the budget")
                     continue
                 item = _Item(product(weights if streamed else weights[:1], rows), 2 * rows * width * width)
-                rows_before, seconds_before = rows, self.add(("product", (dtype, rows, width, streamed)), item)
-
-    def launches(self) -> None:
-        import torch
-
-        scalar = torch.ones(1, device=self.device)
-        self.add(("launch",), _Item(lambda: scalar.add_(1), 1, calls=200, wait=False))
-
-        def launch_and_wait() -> None:
-            scalar.add_(1)
-            clock.synchronize(self.device)
-
-        self.add(("launch_synced",), _Item(launch_and_wait, 1, calls=200))
+                per_row = self.add("products", (dtype, rows, width, streamed), item) / rows
 
     def run(self, until: float) -> int:
         """Rounds of one sample each, at least one, until a time on the clock. Returns how many."""
@@ -309,32 +252,11 @@ class _Bench:
             start = clock.now()
             if rounds and start + longest > until:
                 break
-            for item in self.items.values():
-                item.samples.append(item.time(self.device))
+            for items in self.items.values():
+                for item in items.values():
+                    item.samples.append(item.time(self.device))
             rounds, longest = rounds + 1, max(longest, clock.now() - start)
         return rounds
-
-    def named(self, kind: str) -> dict[Any, _Item]:
-        return {key[1]: item for key, item in self.items.items() if key[0] == kind}
-
-
-def _ranks() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _all_reduce(device: str) -> AllReduce | None:
-    import torch
-
-    ranks = _ranks()
-    if ranks == 1:
-        return None
-    tensor = torch.zeros(REDUCE_BYTES // 4, device=device)
-    item = _Item(lambda: torch.distributed.all_reduce(tensor), 1)
-    # The same number of calls on every rank, or they would wait for each other for ever.
-    item.samples = [item.time(device) for _ in range(2 * REDUCE_CALLS)][REDUCE_CALLS:]
-    return AllReduce(ranks, tensor.nbytes, item.seconds())
 
 
 def schedstat() -> tuple[int, int] | None:
@@ -346,43 +268,42 @@ def schedstat() -> tuple[int, int] | None:
         return None
 
 
-def run_queue_wait(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """The share of its time for which this process queued for a core between two calls of :func:`schedstat`."""
+def queued(fn: Callable[[], T]) -> tuple[T, float | None]:
+    """What ``fn`` returns, and the share of its time for which this process was queued for a core; None: not known."""
+    before, result, after = schedstat(), fn(), schedstat()
     if before is None or after is None or sum(after) <= sum(before):
-        return None
-    return (after[1] - before[1]) / (sum(after) - sum(before))
+        return result, None
+    return result, (after[1] - before[1]) / (sum(after) - sum(before))
 
 
-def _measure(device: str, name: str, budget_s: float) -> Calibration:
+def _measure(device: str, budget_s: float) -> Calibration:
     import torch
+
+    from nanoinfer.models.registry import check_dtype
 
     start = clock.now()
     with torch.inference_mode():
         bench = _Bench(device, budget_s)
-        bench.launches()
-        bench.memory()
-        dtypes = tuple(dtype for dtype in DTYPES if bench.supports(dtype))
-        for dtype in dtypes:
-            bench.products(dtype)
-        all_reduce = _all_reduce(device)
-        before = schedstat()
-        rounds = bench.run(start + 0.8 * budget_s)
-        waited = run_queue_wait(before, schedstat())
+        bench.launches_and_memory()
+        for dtype in DTYPES:
+            try:
+                check_dtype(device, dtype)
+            except DeviceError as error:
+                bench.skipped.append(str(error))
+            else:
+                bench.products(dtype)
+        rounds, waited = queued(lambda: bench.run(start + 0.8 * budget_s))
     return Calibration(
         device=device,
-        device_name=name,
+        device_name=torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_model(),
         threads=torch.get_num_threads(),
-        dtypes=dtypes,
-        copy=bench.items["copy",].rate(),
-        reads={name: item.rate() for name, item in bench.named("read").items()},
-        products=tuple(
-            Product(dtype, rows, width, streamed, item.rate())
-            for (dtype, rows, width, streamed), item in bench.named("product").items()
-        ),
-        launch=bench.items["launch",].seconds(),
-        launch_synced=bench.items["launch_synced",].seconds(),
-        launch_linear={name: item.seconds() for name, item in bench.named("launch_linear").items()},
-        all_reduce=all_reduce,
+        dtypes=tuple(bench.items["launch_linear"]),
+        copy=bench.readings("copy")[None],
+        reads=bench.readings("reads"),
+        products=tuple(Product(*(*key, rate)) for key, rate in bench.readings("products").items()),
+        launch=bench.readings("launch")[None],
+        launch_synced=bench.readings("launch_synced")[None],
+        launch_linear=bench.readings("launch_linear"),
         skipped=tuple(bench.skipped),
         rounds=rounds,
         waited=waited,
@@ -395,29 +316,9 @@ def _measure(device: str, name: str, budget_s: float) -> Calibration:
 # --- the cache -------------------------------------------------------------------
 
 
-def _device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_model()
-
-
 def cache_path(device: str = "cpu") -> Path:
     """The file that holds the result for this machine, its number of threads, its torch and ``device``."""
-    import torch
-
-    key = [FORMAT, device, _device_name(device), usable_cores(), torch.get_num_threads(), torch.__version__, _ranks()]
-    return cache_file("calibration", key)
-
-
-def _on_all_ranks(found: bool, device: str) -> bool:
-    """Whether all ranks found a stored result: measuring takes part in a collective, so all must measure or none."""
-    import torch
-
-    if _ranks() == 1:
-        return found
-    votes = torch.tensor([int(found)], device=device)
-    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN)
-    return bool(votes.item())
+    return cache_file("calibration", [FORMAT, device, usable_cores(), *machine_key()])
 
 
 def calibrate(device: str = "cpu", budget_s: float = 15.0, fresh: bool = False) -> Calibration:
@@ -425,29 +326,19 @@ def calibrate(device: str = "cpu", budget_s: float = 15.0, fresh: bool = False) 
 
     Measured again where the machine, its threads, torch or the device changed, where the stored result is damaged or
     had a smaller budget, and with ``fresh=True``: use that next to a run on a shared machine, whose ceilings move. A
-    disturbed result is returned but not kept. Needs less than 1 GB of the device's memory. With several ranks every
-    rank must call it. Raises :class:`DeviceError`, and :class:`NanoinferError` for a budget that is not above 0.
+    disturbed result is returned but not kept. Needs less than 1 GB of the device's memory.
+    Raises :class:`DeviceError`, and :class:`NanoinferError` for a budget that is not above 0.
     """
     from nanoinfer.models.registry import check_device
 
     check_device(device)
     check("calibrate: budget_s", budget_s, above=0, error=NanoinferError)
     path = cache_path(device)
-
-    def parse(text: str) -> Calibration:
-        calibration = Calibration.from_json(json.loads(text))
-        if calibration.budget_s < budget_s:
-            raise ValueError("of a smaller budget")
-        return calibration
-
-    stored = None if fresh else read_cached(path, parse)
-    if _on_all_ranks(stored is not None, device) and stored is not None:
-        return stored
+    stored = read_cached(path, Calibration)
     return cached(
         path,
-        lambda: _measure(device, _device_name(device), budget_s),
-        parse,
-        lambda calibration: json.dumps(calibration.to_json(), indent=1) + "\n",
-        fresh=True,
-        keep=lambda calibration: not calibration.disturbed,
+        Calibration,
+        lambda: _measure(device, budget_s),
+        fresh=fresh or stored is None or stored.budget_s < budget_s,
+        keep=lambda found: not found.disturbed,
     )

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +114,7 @@ def fastest(loaded: LoadedModel) -> Optimizations:
     weight = next(loaded.model.parameters())
     code = (Path(package.__path__[0]) for package in (optimize, engines, cache, models))
     path = cache_file("auto", [loaded.source, weight.dtype, weight.device, *machine_key()], code)
-    return cached(path, measure, lambda text: Optimizations(**json.loads(text)), lambda best: json.dumps(asdict(best)))
+    return cached(path, Optimizations, measure)
 
 
 def candidates(loaded: LoadedModel) -> dict[str, Optimizations]:

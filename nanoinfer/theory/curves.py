@@ -7,10 +7,9 @@ by one. :mod:`nanoinfer.calibrate.operators` takes these timings.
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 #: Of each row of a step: tokens in the cache already, and new ones.
 Rows = Sequence[tuple[int, int]]
@@ -65,32 +64,6 @@ class OperatorCurves:
     rest_prefill: Curve  # against tokens of one prompt
     paged_rest: Curve
     paged_rest_prefill: Curve
-
-    def to_json(self) -> str:
-        """All points, as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> OperatorCurves:
-        """What :meth:`to_json` wrote. Raises ValueError for anything else."""
-
-        def curve(points: Mapping[str, list[float]]) -> Curve:
-            return Curve(tuple(points["sizes"]), tuple(points["seconds"]))
-
-        def by_batch(curves: Mapping[str, Mapping[str, list[float]]]) -> dict[int, Curve]:
-            return {int(batch): curve(points) for batch, points in curves.items()}
-
-        try:
-            data = json.loads(text)
-            return cls(
-                {name: curve(points) for name, points in data["products"].items()},
-                by_batch(data["decode_attention"]),
-                by_batch(data["paged_attention"]),
-                curve(data["prefill_attention"]),
-                *(curve(data[name]) for name in ("rest", "rest_prefill", "paged_rest", "paged_rest_prefill")),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a record of timed operators: {error!r}") from None
 
     def attention(self, batch: int, new: int, context: int) -> float:
         """Seconds of one layer's attention of ``batch`` rows that are all alike."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanoinfer.cache.ragged import RaggedSdpa
-from nanoinfer.calibrate import operators
+from nanoinfer.calibrate import machine, operators
 from nanoinfer.calibrate.operators import measure_operators, this_machine
 from nanoinfer.models.attention import attend
 from nanoinfer.models.registry import load_model
@@ -28,11 +29,22 @@ def test_every_product_of_the_table_has_its_curve(name: str) -> None:
     assert max(curves.decode_attention[1].sizes) == config.context
 
 
+@pytest.mark.parametrize(("context", "points"), [(64, (16, 64)), (2048, (16, 256, 2048)), (4096, (16, 256, 2048))])
+def test_attention_is_timed_up_to_the_whole_context(
+    context: int, points: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model("random:tiny-llama")
+    timings = operators._Timings(loaded, 1)
+    timings.config = replace(loaded.model.config, context=context)
+    monkeypatch.setattr(operators, "BATCHES", (1,))
+    for curves in timings.decode_attention():
+        assert curves[1].sizes == points
+
+
 def test_the_paged_timing_computes_the_same_attention() -> None:
     loaded = load_model("random:tiny-llama")
     config = loaded.model.config
-    cache = operators._cache(loaded, 3, 32, torch.device("cpu"))
-    k, v, rows = operators._blocks(cache)
+    k, v, rows = operators._blocks(*operators._Timings(loaded, 1).keys_and_values(3, 32))
     q = torch.randn(3, config.n_heads, 1, config.d_head)
     new = torch.zeros(3, config.n_kv_heads, config.d_head)
     ragged = RaggedSdpa(rows, k)(q[:, :, 0], new, new, k[0], v[0]).flatten(1)
@@ -59,7 +71,7 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
         return measure_operators(loaded, repeats=1)
 
     monkeypatch.setattr(operators, "measure_operators", counted)
-    monkeypatch.setattr(operators, "schedstat", lambda: None)  # as on a system without it
+    monkeypatch.setattr(machine, "schedstat", lambda: None)  # as on a system without it
     first, again = this_machine(loaded), this_machine(loaded)
     assert first == again and len(calls) == 1
     assert this_machine(loaded, fresh=True).curves is not None and len(calls) == 2
@@ -75,7 +87,7 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
 def test_timings_that_other_work_held_up_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     readings = iter([(0, 0), (80, 20)])
-    monkeypatch.setattr(operators, "schedstat", lambda: next(readings))
+    monkeypatch.setattr(machine, "schedstat", lambda: next(readings))
     assert this_machine(load_model("random:tiny-gpt2")).curves is not None
     assert not (tmp_path / "operators").exists()
 

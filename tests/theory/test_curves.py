@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from nanoinfer.configs.config import SHAPES
+from nanoinfer.store import restored
 from nanoinfer.theory.curves import Curve, OperatorCurves
 from nanoinfer.theory.roofline import Machine, decode_step, mixed_step, prefill_step
 
@@ -83,7 +87,7 @@ def test_a_mixed_step_of_like_rows_is_the_step_of_the_roofline() -> None:
 
 
 def test_round_trip_and_damage() -> None:
-    assert OperatorCurves.from_json(curves().to_json()) == curves()
-    for text in ("", "{}", "[]", '{"products": 3}'):
-        with pytest.raises(ValueError, match=r"record|Expecting"):
-            OperatorCurves.from_json(text)
+    assert restored(OperatorCurves, json.loads(json.dumps(asdict(curves())))) == curves()
+    for damaged in ([], {}, {"products": 3}, {**asdict(curves()), "rest": {"sizes": [1], "seconds": []}}):
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            restored(OperatorCurves, damaged)
