@@ -23,7 +23,7 @@ from nanoinfer.bench.tables import slo_text
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import percentile, sorted_percentile
 from nanoinfer.show.figures import DARK, LIGHT, figure
-from nanoinfer.show.html import table
+from nanoinfer.show.outputs import table
 from nanoinfer.show.text import Rows, format_number, ms
 
 SIZE: Final = (6.0, 3.6)  # inches of 96 CSS pixels: its text is still read at a phone's width

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoinfer.book.results import book_root
 from nanoinfer.errors import ChapterError
-from nanoinfer.show.html import Html, Prose
+from nanoinfer.show.outputs import Html, Prose
 
 
 def self_check(chapter: str, root: Path | None = None) -> Html:

@@ -25,7 +25,7 @@ from typing import Any, Self
 from nanoinfer.errors import ChapterError, NanoinferError, nearest
 from nanoinfer.measure.clock import Paired, paired
 from nanoinfer.measure.environment import OtherPrograms
-from nanoinfer.show.html import Html, Prose, table
+from nanoinfer.show.outputs import Html, Prose, table
 from nanoinfer.show.text import DASH, format_number
 from nanoinfer.store import write_whole
 

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from nanoinfer.show.charts import bars as bars
     from nanoinfer.show.charts import lines as lines
     from nanoinfer.show.figures import figure as figure
-    from nanoinfer.show.html import Html as Html
-    from nanoinfer.show.html import table as table
-    from nanoinfer.show.widgets import Choice as Choice
-    from nanoinfer.show.widgets import Slider as Slider
-    from nanoinfer.show.widgets import TextEntry as TextEntry
-    from nanoinfer.show.widgets import panel as panel
+    from nanoinfer.show.outputs import Choice as Choice
+    from nanoinfer.show.outputs import Html as Html
+    from nanoinfer.show.outputs import Slider as Slider
+    from nanoinfer.show.outputs import TextEntry as TextEntry
+    from nanoinfer.show.outputs import panel as panel
+    from nanoinfer.show.outputs import table as table
 
-_HOMES = {"bars": "charts", "lines": "charts", "figure": "figures", "Html": "html", "table": "html"}
-_HOMES |= dict.fromkeys(("Choice", "TextEntry", "Slider", "panel"), "widgets")
+_HOMES = {"bars": "charts", "lines": "charts", "figure": "figures"}
+_HOMES |= dict.fromkeys(("Choice", "Html", "Slider", "TextEntry", "panel", "table"), "outputs")
 __all__ = list(_HOMES)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from nanoinfer.show.figures import figure
-from nanoinfer.show.html import Cell, Html
+from nanoinfer.show.outputs import Cell, Html
 from nanoinfer.show.text import format_number
 
 Samples = float | Sequence[float]

@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.html import Cell, Html
-from nanoinfer.show.html import table as html_table
+from nanoinfer.show.outputs import Cell, Html
+from nanoinfer.show.outputs import table as html_table
 
 CSS_PIXELS_PER_INCH = 96
 # A page stays under 1.5 MB with some eight figures drawn twice; a crowded drawing is smaller as a PNG.
@@ -114,13 +114,10 @@ def figure(
 
     Args:
         draw: fills the axes; called twice, so it must only draw. Use ``"C0"`` ... ``"C5"`` for colours.
-        alt: a sentence that says what the figure shows.
+        alt: a sentence that says what the figure shows; a shorter one is a :class:`NanoinferError`.
         table: ``(header, rows)``, the figure's numbers, folded away under it.
         size: width and height in inches of 96 CSS pixels.
         smoke: pass ``results.smoke``; a smoke run's figure is stamped, and its numbers are left out.
-
-    Raises:
-        NanoinferError: an alt text shorter than a sentence.
     """
     if len(alt.strip()) < SHORTEST_ALT:
         raise NanoinferError(f"alt text {alt!r} is too short: say in a sentence what the figure shows")

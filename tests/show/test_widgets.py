@@ -7,8 +7,7 @@ import nbformat
 import pytest
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.show.html import Html, table
-from nanoinfer.show.widgets import HINT, WIDGET_VIEW, Choice, Control, Slider, TextEntry, live_box, panel
+from nanoinfer.show.outputs import HINT, WIDGET_VIEW, Choice, Control, Html, Slider, TextEntry, live_box, panel, table
 
 CELL = """
 from matplotlib.axes import Axes
@@ -117,13 +116,13 @@ def test_the_first_run_s_error_stops_the_chapter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("control", "message"),
+    ("kind", "settings", "message"),
     [
-        (Choice("Batch", []), "control 'x'"),
-        (Choice("Batch", [1, 2], 3), r"3 is not one of \[1, 2\]"),
-        (Slider("Steps", 1, 8, 9), "9 is not within 1 to 8"),
+        (Choice, ([],), "control 'Batch'"),
+        (Choice, ([1, 2], 3), r"3 is not one of \[1, 2\]"),
+        (Slider, (1, 8, 9), "control 'Batch' must be at least 1 and at most 8, got 9"),
     ],
 )
-def test_a_control_starts_within_its_range(control: Control, message: str) -> None:
+def test_a_control_starts_within_its_range(kind: type[Choice | Slider], settings: Any, message: str) -> None:
     with pytest.raises(NanoinferError, match=message):
-        panel({"x": control}, show)
+        kind("Batch", *settings)

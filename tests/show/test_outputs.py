@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoinfer.show.html import table
+from nanoinfer.show.outputs import table
 
 
 def test_a_table_has_caption_scopes_and_right_aligned_numbers() -> None:
