@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -17,18 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanoinfer.data import read_toml
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure import metrics
-from nanoinfer.measure.stats import least_n, sorted_percentile
+from nanoinfer.measure.stats import least_n, present, sorted_percentile
 from nanoinfer.measure.trace import ChunkKind, Trace
 from nanoinfer.show.text import DASH
 
-TITLES: Final = {
+TIMES: Final = {
     "ttft": "TTFT, time to first token, ms",
     "tpot": "TPOT, time per output token, ms",
     "itl": "ITL, inter-token latency, ms",
     "e2e": "End-to-end latency, ms",
-    "throughput": "Output tokens/s",
 }
 
 
@@ -40,15 +38,56 @@ class StreamFrame(NamedTuple):
     kind: ChunkKind
 
 
+#: What a frame is taken for, by some tool or other.
+FRAMES: Final[Mapping[str, Callable[[StreamFrame], bool]]] = {
+    "token": lambda frame: frame.n > 0,
+    "text": lambda frame: frame.kind in ("reasoning", "content"),
+    "content": lambda frame: frame.kind == "content",
+    "choices": lambda frame: frame.kind in ("role", "reasoning", "content", "finish"),
+    "frame": lambda frame: frame.kind != "done",
+    "any": lambda frame: True,
+}
+#: Those that can be told where no kinds of frames were recorded.
+TOLD: Final = ("token", "text")
+#: A request's moments: the words, the frames that are looked at, and which of them it is.
+MOMENTS: Final = {
+    "first token": ("first token", "token", 0),
+    "last token": ("last token", "token", -1),
+    "first text": ("first text", "text", 0),
+    "last text": ("last text", "text", -1),
+    "first content": ("first content (not reasoning)", "content", 0),
+    "last content": ("last content (not reasoning)", "content", -1),
+    "first chunk": ("first chunk, a role's too", "choices", 0),
+    "last chunk": ("last chunk before usage", "choices", -1),
+    "last frame": ("last frame, usage too", "frame", -1),
+    "end of stream": ("end of stream ([DONE])", "any", -1),
+}
+#: Gaps between frames: the words, and the frames.
+GAPS: Final = {
+    "shared": ("gap between chunks / tokens of the later one, once a token", "token"),
+    "perceived": ("gaps between tokens, those of one chunk 0 apart", "token"),
+    "text": ("gaps between chunks (text)", "text"),
+    "content": ("gaps between chunks (content)", "content"),
+    "choices": ("gaps between chunks (a role's and an empty one too)", "choices"),
+}
+#: A run's rates: whose tokens, until which moment, since when, and that time in words.
+THROUGHPUTS: Final = {
+    "drained": ("all", "last token", "scheduled", "last token - first scheduled"),
+    "wall": ("good", "end of stream", "sent", "last end of stream - first sent"),
+    "to last text": ("good", "last text", "sent", "last text - first sent"),
+    "last query": ("good", "last token", "scheduled", "last token of the request scheduled last - first scheduled"),
+}
+
+
 @dataclass(frozen=True)
 class FrameStream:
-    """The frames of a request. ``has_kinds``: what they are was recorded, not guessed."""
+    """The frames of a request."""
 
     scheduled: float
     sent: float
     frames: tuple[StreamFrame, ...]
     tokens: int
-    has_kinds: bool
+    has_kinds: bool  # recorded, not guessed
 
     @classmethod
     def of(cls, trace: Trace) -> FrameStream:
@@ -69,61 +108,21 @@ class FrameStream:
         tokens = metrics.output_tokens(trace)
         return cls(trace.t_scheduled, trace.t_sent, tuple(frames), tokens, has_kinds=bool(trace.kinds))
 
-    @property
-    def with_tokens(self) -> list[StreamFrame]:
-        """The frames that hold tokens."""
-        return list(filter(_has_tokens, self.frames))
+    def those(self, frames: str) -> list[StreamFrame]:
+        """The frames that are of :data:`FRAMES`."""
+        return list(filter(FRAMES[frames], self.frames))
 
-
-#: A percentile of sorted (value, weight); q in percent.
-Percentile = Callable[[Sequence[tuple[float, float]], int], float]
-#: Kinds of frames that are chunks to some tool, and what it says of them.
-CHUNKS: Final[Mapping[str, tuple[frozenset[ChunkKind], str]]] = {
-    "choices": (frozenset({"role", "reasoning", "content", "finish"}), "a role's and an empty one too"),
-    "text": (frozenset({"reasoning", "content"}), "text"),
-    "content": (frozenset({"content"}), "content"),
-}
-
-
-def _has_tokens(frame: StreamFrame) -> bool:
-    return frame.n > 0
-
-
-def _is(chunks: str) -> Callable[[StreamFrame], bool]:
-    kinds = CHUNKS[chunks][0]
-    return lambda frame: frame.kind in kinds
-
-
-class Moment(NamedTuple):
-    """The time of the first (0) or last (-1) of certain frames. ``needs_kinds``: it takes their kinds to tell."""
-
-    words: str
-    position: int
-    holds: Callable[[StreamFrame], bool]
-    needs_kinds: bool = False
-
-    def at(self, stream: FrameStream) -> float | None:
-        """When that was; ``None`` where there is no such frame."""
-        times = [frame.t for frame in stream.frames if self.holds(frame)]
-        return times[self.position] if times else None
-
-
-MOMENTS: Final = {
-    "first token": Moment("first token", 0, _has_tokens),
-    "last token": Moment("last token", -1, _has_tokens),
-    "first text": Moment("first text", 0, _is("text")),
-    "last text": Moment("last text", -1, _is("text")),
-    "first content": Moment("first content (not reasoning)", 0, _is("content"), True),
-    "last content": Moment("last content (not reasoning)", -1, _is("content"), True),
-    "first chunk": Moment("first chunk, a role's too", 0, _is("choices"), True),
-    "last chunk": Moment("last chunk before usage", -1, _is("choices"), True),
-    "last frame": Moment("last frame, usage too", -1, lambda frame: frame.kind != "done", True),
-    "end of stream": Moment("end of stream ([DONE])", -1, lambda frame: True, True),
-}
+    def at(self, moment: str) -> float | None:
+        """The time of one of the :data:`MOMENTS`, of ``scheduled`` or of ``sent``; ``None`` without such a frame."""
+        if moment not in MOMENTS:
+            return {"scheduled": self.scheduled, "sent": self.sent}[moment]
+        _, frames, position = MOMENTS[moment]
+        found = self.those(frames)
+        return found[position].t if found else None
 
 
 def _after_first_chunk(stream: FrameStream) -> int:
-    chunks = stream.with_tokens
+    chunks = stream.those("token")
     return stream.tokens - chunks[0].n if len(chunks) > 1 else 0
 
 
@@ -132,80 +131,11 @@ DIVISORS: Final[Mapping[str, tuple[str, Callable[[FrameStream], int]]]] = {
     "N": ("N", lambda stream: stream.tokens),
     "N - 1": ("(N - 1)", lambda stream: stream.tokens - 1),
     "N - first chunk": ("(N - tokens of the first chunk)", _after_first_chunk),
-    "text chunks": ("chunks with text", lambda stream: sum(map(_is("text"), stream.frames))),
+    "text chunks": ("chunks with text", lambda stream: len(stream.those("text"))),
 }
 
 
-class ToolFigure(NamedTuple):
-    """A figure of a tool: its rule in words, a stream's values in seconds, and whether it needs kinds of frames."""
-
-    rule: str
-    values: Callable[[FrameStream], list[float]]
-    needs_kinds: bool
-
-
-def _figure(spec: Mapping[str, Any]) -> ToolFigure:
-    """A figure as ``lens.toml`` describes it; a ``LookupError`` for a name that none of the tables here has."""
-    if "gaps" in spec:
-        return _gaps(spec["gaps"])
-    last, missing = MOMENTS[spec["to"]], [spec["missing"]] if "missing" in spec else []
-    first = None if spec["from"] in ("sent", "scheduled") else MOMENTS[spec["from"]]
-    words, divisor = DIVISORS[spec["per"]] if "per" in spec else ("", lambda stream: 1)
-
-    def values(stream: FrameStream) -> list[float]:
-        start: float | None = getattr(stream, spec["from"]) if first is None else first.at(stream)
-        end, by = last.at(stream), divisor(stream)
-        if start is None or end is None or by < 1 or stream.tokens < spec.get("least_tokens", 1):
-            return missing
-        return [(end - start) / by]
-
-    rule = f"{last.words} - {spec['from'] if first is None else first.words}"
-    needs_kinds = last.needs_kinds or (first is not None and first.needs_kinds)
-    return ToolFigure(f"({rule}) / {words}" if words else rule, values, needs_kinds)
-
-
-TOKEN_GAPS: Final = {
-    "shared": "gap between chunks / tokens of the later one, once a token",
-    "perceived": "gaps between tokens, those of one chunk 0 apart",
-}
-
-
-def _gaps(name: str) -> ToolFigure:
-    holds = _has_tokens if name in TOKEN_GAPS else _is(name)
-
-    def gaps(stream: FrameStream) -> list[float]:
-        chunks = list(filter(holds, stream.frames))
-        if name == "shared":
-            return [(b.t - a.t) / b.n for a, b in pairwise(chunks) for _ in range(b.n)]
-        within = [0.0] * sum(frame.n - 1 for frame in chunks) if name == "perceived" else []
-        return within + [b.t - a.t for a, b in pairwise(chunks)]
-
-    if name in TOKEN_GAPS:
-        return ToolFigure(TOKEN_GAPS[name], gaps, False)
-    return ToolFigure(f"gaps between chunks ({CHUNKS[name][1]})", gaps, name != "text")
-
-
-#: A run's rates: whose tokens, until which moment, since when, and that time in words.
-THROUGHPUTS: Final = {
-    "drained": ("all", "last token", "scheduled", "last token - first scheduled"),
-    "wall": ("good", "end of stream", "sent", "last end of stream - first sent"),
-    "to last text": ("good", "last text", "sent", "last text - first sent"),
-    "last query": ("good", "last token", "scheduled", "last token of the request scheduled last - first scheduled"),
-}
-
-
-def _throughput(name: str, good: Sequence[FrameStream], streams: Sequence[FrameStream], without: bool) -> LensCell:
-    """A run's output tokens/s; ``None`` without time to divide by."""
-    whose, until, since, words = THROUGHPUTS[name]
-    timed = good if name == "to last text" else streams
-    ending = [max(streams, key=lambda stream: stream.scheduled)] if name == "last query" else timed
-    start: float = min((getattr(stream, since) for stream in timed), default=0.0)
-    seconds = max((t for t in map(MOMENTS[until].at, ending) if t is not None), default=start) - start
-    tokens = sum(stream.tokens for stream in good)
-    if whose == "all":
-        tokens = sum(frame.n for stream in streams for frame in stream.frames)
-    value, guessed = tokens / seconds if seconds > 0 else None, without and name == "wall"
-    return LensCell(f"tokens of {whose} requests / ({words})", len(good), value, None, None, guessed)
+# --- percentiles of sorted (value, weight); q in percent ----------------------------------
 
 
 def inverted(samples: Sequence[tuple[float, float]], q: int) -> float:
@@ -225,11 +155,15 @@ def truncated(samples: Sequence[tuple[float, float]], q: int) -> float:
     return samples[q * len(samples) // 100][0]
 
 
+Percentile = Callable[[Sequence[tuple[float, float]], int], float]
 PERCENTILES: Final[Mapping[str, tuple[str, Percentile]]] = {
     "inverted": ("a sample (inverted CDF)", inverted),
     "linear": ("between two samples (NumPy's default)", linear),
     "truncated": ("the sample at index n q, cut to a whole number", truncated),
 }
+
+
+# --- scores -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,16 +197,12 @@ class LensRow:
 
 @dataclass(frozen=True)
 class LensTable:
-    """All rows; ``failed`` of the ``requests`` are left out of latencies, ``without_kinds`` have no kinds of frames."""
+    """All rows."""
 
     requests: int
-    failed: int
-    without_kinds: int
+    failed: int  # left out of latencies
+    without_kinds: int  # of frames
     rows: tuple[LensRow, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, times in seconds."""
-        return asdict(self)
 
 
 def lens(traces: Sequence[Trace]) -> LensTable:
@@ -282,35 +212,70 @@ def lens(traces: Sequence[Trace]) -> LensTable:
     streams = [FrameStream.of(trace) for trace in traces]
     good = [stream for stream, trace in zip(streams, traces, strict=True) if trace.status == "ok"]
     without = sum(not stream.has_kinds for stream in streams)
-    text = files("nanoinfer.data").joinpath("lens.toml").read_text(encoding="utf-8")
-    rows = tuple(_row(tool, good, streams, without > 0) for tool in tomllib.loads(text)["tool"])
-    return LensTable(len(traces), len(traces) - len(good), without, rows)
+    rows = []
+    for tool in read_toml("lens")["tool"]:
+        words, percentile = PERCENTILES[tool["percentile"]]
+        cells = {name: _cell(tool[name], percentile, good, without > 0) for name in TIMES if name in tool}
+        if "throughput" in tool:
+            cells["throughput"] = _throughput(tool["throughput"], good, streams, without > 0)
+        sources = tuple(tool.get("sources", ()))
+        rows.append(LensRow(tool["name"], tool["version"], words, cells, sources, tool.get("note", "")))
+    return LensTable(len(traces), len(traces) - len(good), without, tuple(rows))
 
 
-def _row(
-    tool: Mapping[str, Any], good: Sequence[FrameStream], streams: Sequence[FrameStream], without: bool
-) -> LensRow:
-    words, point = PERCENTILES[tool["percentile"]]
-    cells = {name: _cell(tool[name], point, good, without) for name in TITLES if isinstance(tool.get(name), dict)}
-    if "throughput" in tool:
-        cells["throughput"] = _throughput(tool["throughput"], good, streams, without)
-    return LensRow(tool["name"], tool["version"], words, cells, tuple(tool.get("sources", ())), tool.get("note", ""))
-
-
-def _cell(spec: Mapping[str, Any], point: Percentile, good: Sequence[FrameStream], without: bool) -> LensCell:
-    figure = _figure(spec)
+def _cell(spec: Mapping[str, Any], percentile: Percentile, good: Sequence[FrameStream], without: bool) -> LensCell:
     weights = [DIVISORS[spec["weight"]][1](stream) if "weight" in spec else 1 for stream in good]
-    weighted = [(weight, figure.values(stream)) for weight, stream in zip(weights, good, strict=True) if weight > 0]
+    weighted = [(weight, _values(spec, stream)) for weight, stream in zip(weights, good, strict=True) if weight > 0]
     samples = sorted((value, float(weight)) for weight, values in weighted for value in values)
     total = math.fsum(weight for _, weight in samples)
     mean = math.fsum(value * weight for value, weight in samples) / total if total else None
-    median, p99 = (point(samples, q) if samples else None for q in (50, 99))
-    return LensCell(figure.rule, len(samples), mean, median, p99, without and figure.needs_kinds)
+    median, p99 = (percentile(samples, q) if samples else None for q in (50, 99))
+    rule, frames = _rule(spec)
+    return LensCell(rule, len(samples), mean, median, p99, without and not frames <= set(TOLD))
+
+
+def _rule(spec: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """A figure's rule in words, and the frames that it takes to tell."""
+    if "gaps" in spec:
+        rule, frames = GAPS[spec["gaps"]]
+        return rule, {frames}
+    ends = [MOMENTS.get(moment, (moment, "token")) for moment in (spec["to"], spec["from"])]
+    rule = " - ".join(end[0] for end in ends)
+    return f"({rule}) / {DIVISORS[spec['per']][0]}" if "per" in spec else rule, {end[1] for end in ends}
+
+
+def _values(spec: Mapping[str, Any], stream: FrameStream) -> list[float]:
+    """A figure's values of one request, in seconds."""
+    if "gaps" in spec:
+        chunks = stream.those(GAPS[spec["gaps"]][1])
+        if spec["gaps"] == "shared":
+            return [(b.t - a.t) / b.n for a, b in pairwise(chunks) for _ in range(b.n)]
+        within = sum(frame.n - 1 for frame in chunks) if spec["gaps"] == "perceived" else 0
+        return [0.0] * within + [b.t - a.t for a, b in pairwise(chunks)]
+    start, end = stream.at(spec["from"]), stream.at(spec["to"])
+    by = DIVISORS[spec["per"]][1](stream) if "per" in spec else 1
+    if start is None or end is None or by < 1 or stream.tokens < spec.get("least_tokens", 1):
+        return [spec["missing"]] if "missing" in spec else []
+    return [(end - start) / by]
+
+
+def _throughput(name: str, good: Sequence[FrameStream], streams: Sequence[FrameStream], without: bool) -> LensCell:
+    """A run's output tokens/s; ``None`` without time to divide by."""
+    whose, until, since, words = THROUGHPUTS[name]
+    timed = good if name == "to last text" else streams
+    ending = [max(streams, key=lambda stream: stream.scheduled)] if name == "last query" else timed
+    start = min(present(stream.at(since) for stream in timed), default=0.0)
+    seconds = max(present(stream.at(until) for stream in ending), default=start) - start
+    tokens = sum(stream.tokens for stream in good)
+    if whose == "all":
+        tokens = sum(frame.n for stream in streams for frame in stream.frames)
+    value, guessed = tokens / seconds if seconds > 0 else None, without and name == "wall"
+    return LensCell(f"tokens of {whose} requests / ({words})", len(good), value, None, None, guessed)
 
 
 def show_lens(console: Console, table: LensTable) -> None:
     """Print a table for each figure, with the rule in words in every row; then percentiles, notes and sources."""
-    for name, title in TITLES.items():
+    for name, title in {**TIMES, "throughput": "Output tokens/s"}.items():
         view = Table(title=title, title_justify="left", title_style="bold", expand=False)
         columns, scale = {"mean": "mean", "median": "median", "p99": "p99"}, 1e3
         if name == "throughput":

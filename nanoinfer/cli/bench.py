@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,6 @@ def lens(
 
     table = look(load_run(file).measured() if file.is_dir() else list(load_traces(file)))
     if as_json:
-        emit(table.as_json())
+        emit(asdict(table))
     else:
         show_lens(console(), table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -290,7 +290,7 @@ def test_the_screen_shows_figure_rule_and_source() -> None:
 
 def test_json_says_the_same() -> None:
     table = lens([EXAMPLE])
-    data = json.loads(json.dumps(table.as_json()))
+    data = json.loads(json.dumps(asdict(table)))
     assert data["rows"][1]["cells"]["tpot"]["mean"] == table.rows[1].cells["tpot"].mean
     assert data["rows"][1]["sources"][0].startswith("https://github.com/vllm-project/vllm/blob/")
     assert data["requests"] == 1
