@@ -160,6 +160,19 @@ def client(record: Mapping[str, Any]) -> Rows:
     return header, [(title, f"{t['n']:,}", *(ms(t[f"{q}_s"]) for q in header[2:])) for title, t in tails.items()]
 
 
+def of_run(record: Mapping[str, Any]) -> dict[str, tuple[str, Rows]]:
+    """The tables of a run, in their order, each with its caption."""
+    latencies = "Latencies of the requests that ended well, ms; the interval is the median's"
+    found = {"requests": ("How the requests ended", requests(record)), "latency": (latencies, latency(record))}
+    if record["requests"]["attempted"] > record["requests"]["ok"]:
+        caption = "Percentiles with each failed request as infinitely slow, in milliseconds"
+        found["adjusted"] = (caption, adjusted(record))
+    found["rates"] = ("Rates over the window", rates(record))
+    if record["goodput"]:
+        found["goodput"] = ("Goodput under the SLO", goodput(record))
+    return found | {"client": ("How late the load generator was, in milliseconds", client(record))}
+
+
 def definitions(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and definition of everything the tables show."""
     for name, title in NAMES.items():
@@ -196,19 +209,9 @@ def closing_lines(
 
 def show(console: Console, record: Mapping[str, Any]) -> None:
     """Print a run's summary."""
-    has_failed = record["requests"]["attempted"] > record["requests"]["ok"]
     beyond = (f": {reason}" for reason in record["beyond_budget"])
-    show_parts(
-        console,
-        requests(record),
-        latency(record),
-        *([adjusted(record)] if has_failed else []),
-        rates(record),
-        *([goodput(record)] if record["goodput"] else []),
-        client(record),
-        "",
-        *closing_lines(definitions(record), record["notes"], beyond),
-    )
+    found = [rows for _, rows in of_run(record).values()]
+    show_parts(console, *found, "", *closing_lines(definitions(record), record["notes"], beyond))
 
 
 def show_sweep(console: Console, record: Mapping[str, Any]) -> None:
