@@ -30,10 +30,9 @@ from nanoinfer.measure.quality import kl_and_agreement, token_nll
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.cpu_kernel import GROUP, DecodeKernel, Weights
-from nanoinfer.optimize.options import Quantised
-from nanoinfer.optimize.quantise import Calibration, bits_per_weight, channel_energy, quantise
+from nanoinfer.optimize.linear import share_weights
+from nanoinfer.optimize.quantise import Calibration, Quantised, bits_per_weight, channel_energy, quantise
 
 WINDOW = 512
 #: KL divergence from float32 that a way may cost and still be offered as a default, in nats.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cache.blocks import BlockTable
-from nanoinfer.cache.ragged import Ragged, RaggedFlash, RaggedSdpa
+from nanoinfer.cache.ragged import ragged_attention
 from nanoinfer.configs.config import ModelConfig
 
 
@@ -57,14 +57,10 @@ class PagedCache:
         return PagedStep(self, rows)
 
     def prepare(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> None:
-        """Make the blocks ready for a step.
+        """Make the blocks ready for a step, whose rows are in the order in which their tokens are packed.
 
-        A block that is begun and not filled keeps what its last owner left. A mask does not stop a NaN there: 0 * NaN
-        is NaN. So it begins with zeros, as the contiguous cache does.
-
-        Args:
-            rows: in the order in which their tokens are packed.
-            copies: blocks to copy first, (from, to).
+        First blocks are copied, (from, to). Then a block that is begun and not filled gets zeros, as the contiguous
+        cache has: a NaN that its last owner left there would not be stopped by a mask, since 0 * NaN is NaN.
         """
         begun = [block for row in rows if (block := self._begun(row)) is not None]
         for store in (self.k, self.v):
@@ -92,8 +88,7 @@ class PagedStep:
         slots = [blocks[i // size] * size + i % size for blocks, span in spans for i in span]
         self.slots = torch.tensor(slots, device=device)  # [N], where the new tokens go
         self.positions = torch.tensor([[i for _, span in spans for i in span]], device=device)
-        attention: type[Ragged] = RaggedFlash if RaggedFlash.fits(cache.k) else RaggedSdpa
-        self.ragged = attention([(row.table.blocks, row.table.length, row.n) for row in rows], cache.k)
+        self.ragged = ragged_attention([(row.table.blocks, row.table.length, row.n) for row in rows], cache.k)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Write ``k`` and ``v`` into the blocks, then attend in each row to its own tokens; as in ``KVCache``."""

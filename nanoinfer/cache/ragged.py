@@ -1,18 +1,20 @@
 """Attention of rows of unlike lengths: one new token in some, a chunk of a prompt in others.
 
-Both implementations take the same arguments and give the same result. :class:`RaggedSdpa` runs everywhere, and was
-the quickest of those measured on CPUs: gather the blocks of rows of similar length into one padded tensor, then
-PyTorch's own attention. :class:`RaggedFlash` is one kernel that ships with PyTorch for CUDA.
+:class:`RaggedSdpa` runs everywhere, and was the quickest of those measured on CPUs: gather the blocks of rows of
+similar length into one padded tensor, then PyTorch's own attention. :class:`RaggedFlash` is one kernel that ships with
+PyTorch for CUDA. Both are prepared once a step, for rows whose keys are in the blocks of a store
+``[L, n_blocks, block_size, n_kv, d_h]``, and called in every layer, with the same result: from ``q`` ``[N, n_q, d_h]``,
+the new tokens of all rows one after the other, to the same shape. ``k`` and ``v`` ``[N, n_kv, d_h]`` are of these
+tokens, and in the layer's ``k_blocks`` and ``v_blocks`` ``[n_blocks, block_size, n_kv, d_h]`` already.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -20,24 +22,15 @@ from nanoinfer.models.attention import attend
 
 #: Of each row: its blocks, tokens written before this step, new tokens.
 Row = tuple[Sequence[int], int, int]
+#: Where each row's queries begin, and the last ones end, ``[R + 1]`` int32; so of keys; the most of each in a row.
+Spans = tuple[Tensor, Tensor, int, int]
 #: Rows are gathered together as long as padded blocks are at most this multiple of the rows' own.
 MOST_PADDED = 1.3
 
 
-class Ragged(Protocol):
-    """Attention for one step, prepared once and called in every layer."""
-
-    def __init__(self, rows: Sequence[Row], store: Tensor) -> None:
-        """Prepare for rows whose keys are in the blocks of ``store``, ``[L, n_blocks, block_size, n_kv, d_h]``."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor) -> Tensor:
-        """Attend in one layer.
-
-        Args:
-            q: ``[N, n_q, d_h]``, the new tokens of all rows one after the other; so is the result.
-            k, v: ``[N, n_kv, d_h]``, of the same tokens; they are in the blocks already.
-            k_blocks, v_blocks: ``[n_blocks, block_size, n_kv, d_h]``.
-        """
+def ragged_attention(rows: Sequence[Row], store: Tensor) -> RaggedFlash | RaggedSdpa:
+    """The one for this store, prepared for a step."""
+    return RaggedFlash(rows, store) if RaggedFlash.fits(store) else RaggedSdpa(rows, store)
 
 
 class RaggedSdpa:
@@ -45,33 +38,29 @@ class RaggedSdpa:
 
     def __init__(self, rows: Sequence[Row], store: Tensor) -> None:
         self.size = store.shape[2]
-        self.singles: list[tuple[slice, Tensor, Tensor]] = []  # packed rows, blocks [R, M], mask [R, 1, 1, S]
-        self.chunks: list[tuple[slice, Tensor | None, int]] = []  # packed tokens, blocks [1, M], visible tokens
+        #: Packed tokens, rows R, blocks [R, M], visible tokens, mask [R, 1, 1, S].
+        self.groups: list[tuple[slice, int, Tensor | None, int, Tensor | None]] = []
         at = 0
         for group in group_rows(rows, self.size):
             _, start, n = group[0]
-            if n == 1:
-                where = slice(at, at + len(group))
-                self.singles.append((where, self._blocks(group, store), self._mask(group, store)))
-            else:
-                where = slice(at, at + n)
-                # With nothing written before, k and v are all that is visible.
-                self.chunks.append((where, self._blocks(group, store) if start else None, start + n))
+            where = slice(at, at + n * len(group))
             at = where.stop
+            if n == 1:
+                lengths = [start + 1 for _, start, _ in group]
+                mask = self._mask(lengths, store)
+                self.groups.append((where, len(group), self._blocks(group, store), mask.shape[-1], mask))
+            else:  # with nothing written before, k and v are all that is visible
+                self.groups.append((where, 1, self._blocks(group, store) if start else None, start + n, None))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor) -> Tensor:
         out = torch.empty_like(q)
-        n_q, n_kv, d_head = q.shape[1], k.shape[1], q.shape[2]
-        for where, blocks, mask in self.singles:
-            grouped = q[where].reshape(-1, n_kv, n_q // n_kv, d_head)
-            keys, values = _gather(k_blocks, blocks), _gather(v_blocks, blocks)  # [R, n_kv, S, d_h]
-            out[where] = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)
-        for where, index, visible in self.chunks:
+        for where, n_rows, index, visible, mask in self.groups:
+            queries = q[where].view(n_rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, n_q, n, d_h]
             if index is None:
                 keys, values = (x[where].transpose(0, 1)[None] for x in (k, v))
             else:
-                keys, values = (_gather(x, index)[:, :, :visible] for x in (k_blocks, v_blocks))
-            out[where] = attend(q[where].transpose(0, 1)[None], keys, values).view(-1, n_q, d_head)
+                keys, values = (_gather(x, index)[:, :, :visible] for x in (k_blocks, v_blocks))  # [R, n_kv, S, d_h]
+            out[where] = attend(queries, keys, values, mask).view_as(q[where])
         return out
 
     def _blocks(self, group: Sequence[Row], store: Tensor) -> Tensor:
@@ -83,12 +72,12 @@ class RaggedSdpa:
             device=store.device,
         )
 
-    def _mask(self, group: Sequence[Row], store: Tensor) -> Tensor:
+    def _mask(self, lengths: Sequence[int], store: Tensor) -> Tensor:
         """``[R, 1, 1, S]`` in the dtype of the keys, to be added: a bool one would be converted in every layer."""
-        lengths = torch.tensor([start + n for _, start, n in group], device=store.device)
-        slots = torch.arange(-(-int(lengths.max()) // self.size) * self.size, device=store.device)
-        mask = torch.zeros(len(group), 1, 1, len(slots), device=store.device, dtype=store.dtype)
-        return mask.masked_fill_((slots >= lengths[:, None])[:, None, None], -math.inf)
+        slots = torch.arange(-(-max(lengths) // self.size) * self.size, device=store.device)
+        mask = torch.zeros(len(lengths), 1, 1, len(slots), device=store.device, dtype=store.dtype)
+        hidden = slots >= torch.tensor(lengths, device=store.device)[:, None]
+        return mask.masked_fill_(hidden[:, None, None], -math.inf)
 
 
 def _gather(blocks: Tensor, index: Tensor) -> Tensor:
@@ -127,9 +116,8 @@ class RaggedFlash:
             for i in range(length)
         ]
         self.slots = torch.tensor(slots, device=device)
-        self.ends_q = _ends([n for _, _, n in rows], device)
-        self.ends_k = _ends(visible, device)
-        self.longest_q, self.longest_k = max(n for _, _, n in rows), max(visible)
+        new = [n for _, _, n in rows]
+        self.spans = (_ends(new, device), _ends(visible, device), max(new), max(visible))
 
     @staticmethod
     def fits(store: Tensor) -> bool:
@@ -138,17 +126,13 @@ class RaggedFlash:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor) -> Tensor:
         keys, values = (x.flatten(0, 1).index_select(0, self.slots) for x in (k_blocks, v_blocks))  # [sum S, n_kv, d_h]
-        return varlen_attn(  # type: ignore[return-value]  # a pair only where more is asked for
-            q.contiguous(),
-            keys,
-            values,
-            self.ends_q,
-            self.ends_k,
-            self.longest_q,
-            self.longest_k,
-            window_size=(-1, 0),  # causal: the last query sees the last key
-            enable_gqa=q.shape[1] != keys.shape[1],
-        )
+        return flash(q, keys, values, self.spans, window_size=(-1, 0))  # causal: the last query sees the last key
+
+
+def flash(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, **options: Any) -> Tensor:
+    """PyTorch's ``varlen_attn`` of queries ``[N, n_q, d_h]``, several of which may share a KV head."""
+    options["enable_gqa"] = q.shape[1] != keys.shape[1]
+    return varlen_attn(q.contiguous(), keys, values, *spans, **options)  # type: ignore[return-value]  # else a pair
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanoinfer import cache, engines, models
 from nanoinfer.cache.contiguous import ContiguousCache
-from nanoinfer.cache.ragged import RaggedFlash, RaggedSdpa, Row
+from nanoinfer.cache.ragged import Row, ragged_attention
 from nanoinfer.calibrate.machine import KEEP_S, MAX_WAITED, queued
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.measure.clock import timed
@@ -260,7 +260,7 @@ def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Row]]:
 
 def _attend_paged(q: Tensor, k: Tensor, v: Tensor, rows: list[Row]) -> None:
     """One new token a row over the blocks of each layer."""
-    ragged = RaggedFlash(rows, k) if RaggedFlash.fits(k) else RaggedSdpa(rows, k)
+    ragged = ragged_attention(rows, k)
     packed = q[:, :, 0]  # [N, n_q, d_h]
     new = packed[:, : k.shape[3]]  # what the new keys are does not matter here: they are in the blocks
     for k_blocks, v_blocks in zip(k, v, strict=True):

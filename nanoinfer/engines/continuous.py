@@ -28,10 +28,9 @@ from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.apply import apply_optimizations
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs
-from nanoinfer.optimize.options import Optimizations
+from nanoinfer.optimize.options import Optimizations, apply_optimizations
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.arithmetic import kv_bytes_per_token
 

@@ -27,9 +27,8 @@ from nanoinfer.measure.clock import now
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.apply import apply_optimizations
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
-from nanoinfer.optimize.options import Optimizations
+from nanoinfer.optimize.options import Optimizations, apply_optimizations
 from nanoinfer.sampling.sample import SamplerState, distribution, penalise, sample, sample_inverse_cdf, uniform_draws
 
 LOOKUP = "prompt-lookup"

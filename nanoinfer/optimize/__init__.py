@@ -1,5 +1,5 @@
 """Optimizations of a step, each a field of :class:`~nanoinfer.optimize.options.Optimizations`.
 
-Read ``options`` first, then ``apply``, which puts them on a model: ``linear`` (fused and packed layers), ``quantise``
-(in the ``formats``) and ``compile`` replace modules. ``cpu_kernel`` and ``cuda_graphs`` run a whole step.
+Read ``options`` first. Of what it applies to a model, ``linear`` (fused and packed layers), ``quantise`` (in the
+``formats``) and ``compile`` replace modules. ``cpu_kernel`` and ``cuda_graphs`` run a whole step.
 """

@@ -23,7 +23,7 @@ from nanoinfer.models.attention import KVCache, attend
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import Decoder
-from nanoinfer.optimize.options import check_dense
+from nanoinfer.optimize.linear import check_dense
 
 #: Tokens of the sample for the many-token graph: a prime, since a width of the model would be taken for that width.
 MANY = 509
@@ -89,7 +89,7 @@ class CompiledLayer(nn.Module):
 
 
 def compile_layers(model: GPT2 | Llama) -> None:
-    """Compile the layers of a model from :func:`~nanoinfer.optimize.apply.share_weights`, in place, after all else.
+    """Compile the layers of a model in place, after all else.
 
     Some ten seconds the first time, then from the compiler's cache. If the compiler fails, the model stays as it is,
     and a line on stderr says so. Raises :class:`DeviceError` for a model with experts.

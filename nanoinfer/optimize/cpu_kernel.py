@@ -25,7 +25,7 @@ from nanoinfer.measure.environment import compiler, cpu_features
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama, RMSNorm
 from nanoinfer.models.model import Decoder
-from nanoinfer.optimize.options import check_dense
+from nanoinfer.optimize.linear import check_dense
 from nanoinfer.store import cache_dir
 
 SOURCE = Path(__file__).parent / "csrc" / "step.cpp"

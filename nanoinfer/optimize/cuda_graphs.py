@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from nanoinfer.cache.paged import NewTokens, PagedCache
-from nanoinfer.cache.ragged import RaggedFlash
+from nanoinfer.cache.ragged import RaggedFlash, flash
 from nanoinfer.errors import DeviceError
 from nanoinfer.log import say
+from nanoinfer.models.attention import attend
 from nanoinfer.models.model import Decoder
-from nanoinfer.optimize.options import check_dense
+from nanoinfer.optimize.linear import check_dense
 
 Work = Callable[[], None]
 #: Gives a function that repeats the work over the current contents of the same memory; may do the work meanwhile.
@@ -75,8 +74,8 @@ class StaticStep:
         self.mask = torch.zeros(n_rows, 1, 1, self.n_visible, dtype=dtype, device=device)
         # Constants.
         self.indices = torch.arange(self.n_visible, device=device)
-        self.ends_q = torch.arange(n_rows + 1, dtype=torch.int32, device=device)
-        self.ends_k = self.ends_q * self.n_visible
+        ends = torch.arange(n_rows + 1, dtype=torch.int32, device=device)
+        self.spans = (ends, ends * self.n_visible, 1, self.n_visible)
         self.is_flash = RaggedFlash.fits(cache.k)
 
     def fill(self, rows: Sequence[NewTokens], ids: Sequence[int]) -> None:
@@ -111,30 +110,16 @@ class StaticStep:
         for store, new in ((self.cache.k[layer], k), (self.cache.v[layer], v)):
             store.flatten(0, 1).index_copy_(0, self.slots, new)
             gathered.append(store.index_select(0, self.blocks).view(self.n_rows, self.n_visible, n_kv, d_head))
-        return (self._flash if self.is_flash else self._sdpa)(q, *gathered).flatten(1)[None]
+        if self.is_flash:  # not causal, since a row's only query sees all of its text
+            keys, values = (x.flatten(0, 1) for x in gathered)
+            out = flash(q, keys, values, self.spans, seqused_k=self.lengths)
+        else:
+            keys, values = (x.transpose(1, 2) for x in gathered)
+            out = attend(q[:, :, None], keys, values, self.mask)
+        return out.reshape(1, self.n_rows, -1)
 
     def advance(self, n_tokens: int) -> None:
         """Nothing to do: the tables know their lengths."""
-
-    def _sdpa(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """``[R, n_q, d_h]`` over ``[R, S, n_kv, d_h]``; the queries that share a KV head stand on the time axis."""
-        grouped = q.reshape(self.n_rows, keys.shape[2], -1, q.shape[2])  # [R, n_kv, group, d_h]
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask).flatten(1, 2)
-
-    def _flash(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The same on CUDA in 16 bits; not causal, since a row's only query sees all of its text."""
-        return varlen_attn(  # type: ignore[return-value]  # a pair only on request
-            q.contiguous(),
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            self.ends_q,
-            self.ends_k,
-            1,
-            self.n_visible,
-            enable_gqa=q.shape[1] != keys.shape[2],
-            seqused_k=self.lengths,
-        )
 
 
 class DecodeGraphs:

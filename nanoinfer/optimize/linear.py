@@ -1,19 +1,49 @@
-"""Fused linear layers (one product in place of several over the same input) and packed ones (in oneDNN's layout)."""
+"""Fused linear layers (one product in place of several over the same input) and packed ones (in oneDNN's layout).
+
+The model that was loaded is left alone: what changes in place is a copy from :func:`share_weights`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.attention import KVCache, attend
 from nanoinfer.models.llama import LlamaAttention, LlamaMLP, rotate
 from nanoinfer.models.model import Decoder
 
 ROWS = 32  # of the layout: those for 8 to 512 are good for any number; in that for 1, more take 1.7 times as long
+
+Net = TypeVar("Net", bound=nn.Module)
+Part = TypeVar("Part", bound=nn.Module)
+
+
+def share_weights(model: Net) -> Net:
+    """A second set of modules, to be changed in place, over the parameters and buffers of ``model``: none is copied."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def check_dense(config: ModelConfig, what: str) -> None:
+    """Raise :class:`DeviceError` for a mixture of experts, where ``what`` needs a step that is alike for all tokens."""
+    if config.moe is not None:
+        raise DeviceError(f"{what} cannot do a mixture of experts: leave it off; fuse and pack can")
+
+
+def replace_modules(model: nn.Module, kind: type[Part], make: Callable[[Part], nn.Module]) -> None:
+    """Put what ``make`` returns in place of each module of a kind."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, kind):
+                setattr(parent, name, make(child))
 
 
 class FusedAttention(LlamaAttention):
@@ -47,16 +77,9 @@ class FusedMLP(LlamaMLP):
 
 
 def fuse(model: Decoder) -> None:
-    """Fuse q, k and v, and gate and up, in place, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
-
-    GPT-2's are fused already. Fused weights are copies, in plain ``nn.Linear``.
-    """
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, LlamaAttention):
-                setattr(parent, name, FusedAttention(child))
-            elif isinstance(child, LlamaMLP):  # experts too
-                setattr(parent, name, FusedMLP(child))
+    """Fuse q, k and v, and gate and up, in place; GPT-2's are already. Fused weights are copies, in ``nn.Linear``."""
+    replace_modules(model, LlamaAttention, FusedAttention)
+    replace_modules(model, LlamaMLP, FusedMLP)  # experts too
 
 
 def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
@@ -98,9 +121,9 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: Decoder) -> None:
-    """Replace every ``nn.Linear`` and the head, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
+    """Pack every ``nn.Linear`` and the head, in place. Packed weights are copies, a tied head's too.
 
-    Packed weights are copies, a tied head's too. Raises :class:`DeviceError` where oneDNN cannot pack.
+    Raises :class:`DeviceError` where oneDNN cannot pack.
     """
     tied = model.embedding.weight
     if tied.device.type != "cpu" or tied.dtype not in (torch.float32, torch.bfloat16):
@@ -111,7 +134,4 @@ def pack(model: Decoder) -> None:
         raise DeviceError("oneDNN has no bfloat16 on this processor: do without pack, or use float32")
     if model.lm_head is None:
         model.lm_head = PackedLinear(tied)  # type: ignore[assignment]
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+    replace_modules(model, nn.Linear, lambda linear: PackedLinear(linear.weight, linear.bias))

@@ -1,14 +1,19 @@
-"""Which optimizations a step uses. Greedy float32 tokens stay the same with each but quantised weights."""
+"""Which optimizations a step uses, and those of them that replace a model's modules, applied.
+
+Greedy float32 tokens stay the same with each but quantised weights.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import get_args
 
-from nanoinfer.configs.config import ModelConfig
-from nanoinfer.errors import DeviceError, RequestError, nearest
-
-Quantised = Literal["int8", "int4", "fp8"]
+from nanoinfer.errors import RequestError, nearest
+from nanoinfer.models.gpt2 import GPT2
+from nanoinfer.models.llama import Llama
+from nanoinfer.optimize.compile import compile_layers
+from nanoinfer.optimize.linear import fuse, pack, share_weights
+from nanoinfer.optimize.quantise import Quantised, quantise
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,21 @@ class Optimizations:
         return cls(weights=weights[0] if weights else None, **on)  # type: ignore[arg-type]
 
 
-def check_dense(config: ModelConfig, what: str) -> None:
-    """Raise :class:`DeviceError` for a mixture of experts, where ``what`` needs a step that is alike for all tokens."""
-    if config.moe is not None:
-        raise DeviceError(f"{what} cannot do a mixture of experts: leave it off; fuse and pack can")
+def apply_optimizations(model: GPT2 | Llama, speed: Optimizations) -> GPT2 | Llama:
+    """The model itself if no module has to change, else a copy that shares every weight that stays as it is.
+
+    Raises :class:`DeviceError` for an optimization that this device, dtype or family does not have.
+    """
+    weights = None if speed.kernel else speed.weights  # the kernel packs its own
+    if not (speed.fuse or speed.pack or speed.compiled or weights):
+        return model
+    model = share_weights(model)
+    if speed.fuse:
+        fuse(model)
+    if weights is not None:
+        quantise(model, weights)
+    if speed.pack:
+        pack(model)
+    if speed.compiled:
+        compile_layers(model)
+    return model

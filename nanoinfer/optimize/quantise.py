@@ -6,7 +6,9 @@ Head and embeddings keep their dtype, and so do the inputs of products, except i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +27,9 @@ from nanoinfer.optimize.formats import (
     to_int8_rows,
     to_nibbles,
 )
-from nanoinfer.optimize.options import Quantised, check_dense
+from nanoinfer.optimize.linear import check_dense
 
+Quantised = Literal["int8", "int4", "fp8"]
 #: The mean square of each input channel ``[K]``, by the name of the ``nn.Linear`` it goes into.
 Calibration = Mapping[str, Tensor]
 
@@ -70,10 +73,12 @@ torch.library.register_fake(
 class QuantisedLinear(nn.Module):
     """In place of an ``nn.Linear``: ``[..., K]`` to ``[..., N]`` in the input's dtype. The bias is shared."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, **buffers: Tensor) -> None:
         super().__init__()
         self.n_out, self.n_in = linear.weight.shape
         self.bias = linear.bias
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
 
     @property
     def nbytes(self) -> int:
@@ -102,11 +107,9 @@ class Int8Linear(QuantisedLinear):
     scales: Tensor
 
     def __init__(self, linear: nn.Linear, energy: Tensor | None = None) -> None:
-        super().__init__(linear)
         weight, dtype = linear.weight, torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float32
         whole, scales = to_int8_rows(weight, dtype) if energy is None else fit_int8_rows(weight, energy, dtype)
-        self.register_buffer("whole", whole)
-        self.register_buffer("scales", scales)
+        super().__init__(linear, whole=whole, scales=scales)
 
     def product(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype != torch.float16:  # sums of 127 times the input can overflow float16
@@ -124,19 +127,19 @@ class Int4Linear(QuantisedLinear):
     grid: Tensor  # [G, N, 2]: step and middle
 
     def __init__(self, linear: nn.Linear, group: int, energy: Tensor | None = None) -> None:
-        super().__init__(linear)
-        self.group, self.padding = group, -self.n_in % group
-        weight = F.pad(linear.weight.float(), (0, self.padding, 0, -self.n_out % OUTPUTS))
+        n_out, n_in = linear.weight.shape
+        padding = -n_in % group
+        weight = F.pad(linear.weight.float(), (0, padding, 0, -n_out % OUTPUTS))
         if energy is None:
             codes, steps, middles = to_int4_groups(weight, group)
         else:
-            codes, steps, middles = fit_int4_groups(weight, F.pad(energy, (0, self.padding)), group)
+            codes, steps, middles = fit_int4_groups(weight, F.pad(energy, (0, padding)), group)
         if weight.device.type == "cpu":
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         else:
             packed = to_nibbles(codes)
-        self.register_buffer("packed", packed)
-        self.register_buffer("grid", torch.stack((steps, middles), -1).transpose(0, 1).contiguous())
+        super().__init__(linear, packed=packed, grid=torch.stack((steps, middles), -1).transpose(0, 1).contiguous())
+        self.group, self.padding = group, padding
 
     def product(self, x: Tensor) -> Tensor:
         if self.padding:
@@ -161,10 +164,8 @@ class Fp8Linear(QuantisedLinear):
     scales: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
         narrow, scales = to_fp8_rows(linear.weight)
-        self.register_buffer("narrow", narrow)
-        self.register_buffer("scales", scales)
+        super().__init__(linear, narrow=narrow, scales=scales)
 
     def product(self, x: Tensor) -> Tensor:
         rows, scales = to_fp8_rows(x.reshape(-1, x.shape[-1]))
@@ -195,21 +196,19 @@ def channel_energy(model: Decoder, ids: Sequence[int]) -> dict[str, Tensor]:
         del module
         sums[name] = sums.get(name, 0) + args[0].float().square().flatten(0, -2).sum(0)
 
-    hooks = [module.register_forward_pre_hook(partial(add, name)) for name, module in layer_linears(model)]
     device, width = next(model.parameters()).device, min(WINDOW, model.config.context)
-    try:
+    with ExitStack() as hooks:
+        for name, module in layer_linears(model):
+            hooks.callback(module.register_forward_pre_hook(partial(add, name)).remove)
         for start in range(0, len(ids), width):
             window = torch.tensor([ids[start : start + width]], device=device)
             model.hidden(window, torch.arange(window.shape[1], device=device)[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {name: total / len(ids) for name, total in sums.items()}
 
 
 @torch.no_grad()
 def quantise(model: Decoder, weights: Quantised, calibration: Calibration | None = None, group: int = GROUP) -> None:
-    """Replace every ``nn.Linear`` of the layers, in a model from :func:`~nanoinfer.optimize.apply.share_weights`.
+    """Replace every ``nn.Linear`` of the layers, in place.
 
     ``calibration`` is of this model for int8 and int4 (:func:`channel_energy`), None for plain rounding; ``group`` is
     the size of int4's groups, one of ``GROUPS``. Raises :class:`DeviceError` for experts, and for fp8 where device or
@@ -232,8 +231,7 @@ def quantise(model: Decoder, weights: Quantised, calibration: Calibration | None
             quantised = Int4Linear(linear, group, energies.get(name))
         else:
             quantised = Fp8Linear(linear)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, quantised)
+        model.set_submodule(name, quantised)
 
 
 def bits_per_weight(model: Decoder) -> float:

@@ -18,7 +18,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.moe import MixtureOfExperts
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.apply import share_weights
+from nanoinfer.optimize.linear import share_weights
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory.communication import check_ep

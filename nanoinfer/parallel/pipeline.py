@@ -21,7 +21,7 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.model import Decoder
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.apply import share_weights
+from nanoinfer.optimize.linear import share_weights
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.theory.communication import partition
 from nanoinfer.theory.parallel import layers_of, stages

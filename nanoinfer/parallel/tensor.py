@@ -17,7 +17,7 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.registry import LoadedModel
-from nanoinfer.optimize.apply import share_weights
+from nanoinfer.optimize.linear import share_weights
 from nanoinfer.parallel.collectives import Communicator
 from nanoinfer.theory.capacity import check_tp, divides
 from nanoinfer.theory.communication import partition

@@ -25,10 +25,10 @@ from nanoinfer.models.llama import LlamaMLP
 from nanoinfer.models.moe import MixtureOfExperts, route
 from nanoinfer.models.registry import load_model
 from nanoinfer.models.weights import build
-from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.compile import compile_layers
 from nanoinfer.optimize.cpu_kernel import DecodeKernel
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs
+from nanoinfer.optimize.linear import share_weights
 from nanoinfer.optimize.options import Optimizations
 from nanoinfer.optimize.quantise import quantise
 from nanoinfer.sampling.params import SamplingParams

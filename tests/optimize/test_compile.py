@@ -20,9 +20,8 @@ from nanoinfer.errors import RequestError
 from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.optimize import compile as module
-from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.compile import CompiledLayer, compile_layers
-from nanoinfer.optimize.linear import fuse, pack
+from nanoinfer.optimize.linear import fuse, pack, share_weights
 from nanoinfer.sampling.params import SamplingParams
 
 SAID = "nanoinfer: compiling the model's layers, once, some seconds\n"
@@ -123,7 +122,7 @@ def test_it_is_said_when_it_compiles_and_not_again(
 UNCOMPILED = """
 from nanoinfer.models.registry import load_model
 from nanoinfer.optimize.compile import compile_layers
-from nanoinfer.optimize.apply import share_weights
+from nanoinfer.optimize.linear import share_weights
 loaded = load_model("random:tiny-llama")
 for _ in range(2):
     model = share_weights(loaded.model)

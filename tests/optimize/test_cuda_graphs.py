@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from nanoinfer.cache import ragged
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cache.paged import NewTokens, PagedCache
 from nanoinfer.cache.ragged import RaggedFlash
@@ -26,7 +27,6 @@ from nanoinfer.configs.config import ModelConfig
 from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize import cuda_graphs
 from nanoinfer.optimize.cuda_graphs import DecodeGraphs, Recorder, Work
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import checked_after_each_step, tiny
@@ -352,7 +352,7 @@ def varlen_by_hand(
 def test_flash_attention_is_given_each_rows_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(SHAPES[name])
     monkeypatch.setattr(RaggedFlash, "fits", lambda store: True)
-    monkeypatch.setattr(cuda_graphs, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(ragged, "varlen_attn", varlen_by_hand)
     step = bench.graphs(eager)
     ours = [step(*bench.rows(which)) for which in STEPS]
     monkeypatch.undo()

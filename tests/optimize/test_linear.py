@@ -14,8 +14,7 @@ from nanoinfer.engines.static import CachedEngine
 from nanoinfer.errors import DeviceError
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel, load_model
-from nanoinfer.optimize.apply import share_weights
-from nanoinfer.optimize.linear import PackedLinear, fuse, pack
+from nanoinfer.optimize.linear import PackedLinear, fuse, pack, share_weights
 from nanoinfer.sampling.params import SamplingParams
 from tests.engines.helpers import GPT2, LLAMA, tiny
 

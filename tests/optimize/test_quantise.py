@@ -17,7 +17,6 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import load_model
 from nanoinfer.models.weights import build
-from nanoinfer.optimize.apply import share_weights
 from nanoinfer.optimize.formats import (
     fit_int4_groups,
     fit_int8_rows,
@@ -29,13 +28,13 @@ from nanoinfer.optimize.formats import (
     to_int8_rows,
     to_nibbles,
 )
-from nanoinfer.optimize.linear import fuse
-from nanoinfer.optimize.options import Quantised
+from nanoinfer.optimize.linear import fuse, share_weights
 from nanoinfer.optimize.quantise import (
     FEW_ROWS,
     Fp8Linear,
     Int4Linear,
     Int8Linear,
+    Quantised,
     QuantisedLinear,
     bits_per_weight,
     channel_energy,
