@@ -33,8 +33,8 @@ from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.store import cache_file, cached
+from nanoinfer.theory.arithmetic import head_matrix, layer_matrices
 from nanoinfer.theory.curves import Curve, OperatorCurves
-from nanoinfer.theory.parameters import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import Machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
@@ -49,7 +49,7 @@ STEPS = 8  # of the engine, after a prompt
 ATTENTION_BYTES = 2**28
 #: Rows, a whole layer's seconds, and those of its attention.
 Point = tuple[int, float, float]
-#: What :func:`~nanoinfer.theory.parameters.layer_matrices` calls GPT-2's products.
+#: What :func:`~nanoinfer.theory.arithmetic.layer_matrices` calls GPT-2's products.
 GPT2_NAMES = {"attn.c_attn": "qkv", "attn.c_proj": "o_proj", "mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"}
 
 

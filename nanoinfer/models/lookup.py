@@ -10,7 +10,7 @@ from nanoinfer.configs.config import SHAPES, ModelConfig
 from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import ModelError, nearest
 from nanoinfer.store import read_json
-from nanoinfer.theory.parameters import parameters
+from nanoinfer.theory.arithmetic import parameters
 
 #: Models that are counted but not loaded, by their names in small letters.
 _COUNTED = {name.lower(): name for name in MODELS if name.lower() not in SHAPES}

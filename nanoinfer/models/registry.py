@@ -25,7 +25,7 @@ from nanoinfer.store import cache_dir, read_json
 from nanoinfer.text import tokenizer_files
 from nanoinfer.text.tokenizer import Tokenizer
 from nanoinfer.text.tokenizer_files import UnsupportedTokenizer, eos_ids_of_folder, gguf_eos_ids
-from nanoinfer.theory.parameters import parameters
+from nanoinfer.theory.arithmetic import parameters
 
 DEFAULT = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

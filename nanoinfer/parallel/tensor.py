@@ -19,9 +19,9 @@ from nanoinfer.models.gpt2 import GPT2
 from nanoinfer.models.registry import LoadedModel
 from nanoinfer.optimize.linear import share_weights
 from nanoinfer.parallel.collectives import Communicator
+from nanoinfer.theory.arithmetic import check_sizes
 from nanoinfer.theory.capacity import check_tp, divides
 from nanoinfer.theory.communication import partition
-from nanoinfer.theory.parameters import check_sizes
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from nanoinfer.predict.target import (
     target_named,
 )
 from nanoinfer.theory import arithmetic, capacity, cost
+from nanoinfer.theory.arithmetic import BYTES
 from nanoinfer.theory.parallel import ParallelConfig, decode_step, largest_batch, memory, prefill_step
-from nanoinfer.theory.parameters import BYTES
 from nanoinfer.theory.roofline import Step
-from nanoinfer.theory.scaling import waiting
 
 #: Decode steps of one generation that are computed; those between lie on lines, as the cache grows by one a step.
 POINTS: Final = 33
@@ -152,14 +151,14 @@ def _step_row(step: Step, tokens: int) -> dict[str, Any]:
         "bytes_per_device": step.nbytes,
         "flops_per_byte": step.flops / step.nbytes,
         "bound": step.bound,
-        "bound_share_of_time": bound_share(step),
+        "bound_share_of_time": step.share(step.bound),
         "communication": {
             "calls": sum(op.calls for op in links),
             "sent_per_device_bytes": step.sent,
             "sent_per_device_and_token_bytes": step.sent / tokens,
             "seconds": sum(op.seconds for op in links),
             "waiting_for_others_s": sum(op.seconds for op in step.operators if op.bound == "idle"),
-            "share_of_time": waiting(step),
+            "share_of_time": step.share("link", "idle"),
         },
         "operators": [
             {
@@ -247,11 +246,6 @@ def _changes(
 # --- why ----------------------------------------------------------------------------------
 
 
-def bound_share(step: Step) -> float:
-    """Share of the step's time in operators with the step's own bound."""
-    return sum(op.seconds for op in step.operators if op.bound == step.bound) / step.seconds
-
-
 def bytes_read(config: ModelConfig, step: Step, split: ParallelConfig) -> tuple[float, float]:
     """Bytes of weights and of KV cache that a decode step reads on the busiest device."""
     dtype, tp = step.machine.dtype, split.tp
@@ -265,17 +259,17 @@ def bytes_read(config: ModelConfig, step: Step, split: ParallelConfig) -> tuple[
 def why_prefill(step: Step) -> str:
     """Why a prefill takes as long as it does, and what shortens it."""
     rows, ridge = step.batch * step.context, step.machine.ridge
-    head = f"Prefill is {step.bound}-bound ({bound_share(step):.0%} of its time)"
+    head = f"Prefill is {step.bound}-bound ({step.share(step.bound):.0%} of its time)"
     met = f"{step.flops / step.nbytes:,.0f} FLOP/B against a ridge of {ridge:,.0f}"
     if step.bound == "compute":
         return (
             f"{head}: each weight that is read meets {rows:,} tokens, {met}. A smaller batch or a shorter prompt (or a "
             f"cached prefix), arithmetic in fewer bits or more devices shorten it; faster memory only the other "
-            f"{1 - bound_share(step):.0%}."
+            f"{1 - step.share(step.bound):.0%}."
         )
     if step.bound == "memory":
         small = [op for op in step.operators if op.bound == "memory" and not op.flops]
-        if (seconds := sum(op.seconds for op in small)) > bound_share(step) * step.seconds / 2:
+        if (seconds := sum(op.seconds for op in small)) > step.share(step.bound) * step.seconds / 2:
             return (
                 f"{head}: its norms, activations and residuals, run one by one, move "
                 f"{sum(op.nbytes for op in small) / 1e9:,.0f} GB and take {seconds / step.seconds:.0%} of the time. "
@@ -287,7 +281,7 @@ def why_prefill(step: Step) -> str:
 
 def why_decode(config: ModelConfig, step: Step, row_s: float, split: ParallelConfig) -> str:
     """Why a decode step, to which another row adds ``row_s``, takes as long as it does, and what shortens it."""
-    head = f"Decode is {step.bound}-bound ({bound_share(step):.0%} of its time)"
+    head = f"Decode is {step.bound}-bound ({step.share(step.bound):.0%} of its time)"
     if step.bound in ("launch", "link", "idle"):
         return f"{head}: {_why_overhead(step)}"
     machine, row = step.machine, f"another row adds {row_s / step.seconds:.1%} to the step"

@@ -11,7 +11,7 @@ from nanoinfer.models.lookup import config_of
 from nanoinfer.predict.options import FitOptions
 from nanoinfer.predict.target import bytes_row, dtype_named, model_row, target_named
 from nanoinfer.theory import arithmetic, capacity
-from nanoinfer.theory.parameters import BYTES
+from nanoinfer.theory.arithmetic import BYTES
 
 
 def fit(options: FitOptions) -> dict[str, Any]:

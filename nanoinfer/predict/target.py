@@ -12,9 +12,9 @@ from typing import Any, Final
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError, RequestError, check, nearest
 from nanoinfer.theory import arithmetic, capacity, hardware
+from nanoinfer.theory.arithmetic import BYTES
 from nanoinfer.theory.communication import Network
 from nanoinfer.theory.parallel import ParallelConfig
-from nanoinfer.theory.parameters import BYTES
 from nanoinfer.theory.roofline import Machine
 
 HERE: Final = "here"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError, check
 from nanoinfer.theory import arithmetic
-from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory.arithmetic import check_sizes
 
 
 @dataclass(frozen=True)

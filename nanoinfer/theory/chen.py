@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory.arithmetic import check_sizes
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.theory import arithmetic, capacity
-from nanoinfer.theory.parameters import check_sizes
+from nanoinfer.theory import capacity
+from nanoinfer.theory.arithmetic import check_sizes, kv_width, pair_flops
 
 #: Bytes of a token's id, and of a count.
 INT64: Final = 8
@@ -46,6 +46,10 @@ class Traffic:
     calls: int
     message: float  # that one call hands over; of all parts, for all-to-all
     sent: float  # that leave one rank in all these calls together
+
+    def scaled(self, share: float) -> Traffic:
+        """As many calls with this share of the bytes."""
+        return replace(self, message=self.message * share, sent=self.sent * share)
 
 
 def all_reduce(calls: int, message: float, n: int) -> Traffic:
@@ -145,12 +149,8 @@ def tensor_parallel(
     if n == 1:
         return ()
     reduces = all_reduce(2 * config.n_layers + embeds, tokens * config.d_model * itemsize, n)
-    return (reduces, logits_gather(config, ends, n, itemsize)) if ends else (reduces,)
-
-
-def logits_gather(config: ModelConfig, ends: int, n: int, itemsize: int) -> Traffic:
-    """The all-gather of logits that ends a pass whose head is split over ``n`` devices."""
-    return all_gather(1, ends * math.ceil(config.vocab_size / n) * itemsize, n)
+    logits = all_gather(1, ends * math.ceil(config.vocab_size / n) * itemsize, n)
+    return (reduces, logits) if ends else (reduces,)
 
 
 def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsi
         raise RequestError(f"{tokens} tokens cannot be spread over {n} devices; take at most {tokens}")
     if n == 1:
         return ()
-    message = rows * math.ceil(tokens / n) * arithmetic.kv_width(config) * itemsize
+    message = rows * math.ceil(tokens / n) * kv_width(config) * itemsize
     calls = config.n_layers * (n - 1)
     ring = Traffic("exchange", calls, message, calls * message)
     return ring, broadcast(rows * config.d_model * itemsize), broadcast(rows * INT64)
@@ -219,17 +219,14 @@ def context_parallel_decode(config: ModelConfig, rows: int, n: int) -> tuple[Tra
     return all_gather(config.n_layers, rows * config.n_heads * (width + 1) * FP32, n), broadcast(rows * INT64)
 
 
-def ring_hidden_tokens(
-    config: ModelConfig, flops_per_s: float, link: float, itemsize: int, *, balanced: bool = True
-) -> float:
+def ring_hidden_tokens(config: ModelConfig, flops_per_s: float, link: float, itemsize: int) -> float:
     """Tokens a device from which a ring's exchange takes no longer than the arithmetic that it overlaps with.
 
-    ``c`` tokens send ``2 c n_kv d_h b`` bytes while ``4 c^2 n_q d_h`` FLOPs are done, so ``c >= C b n_kv / (2 W
-    n_q)``, with ``C`` FLOP/s of one device and ``W`` bytes/s one way to the next (``link``). Causal work that is
-    ``balanced`` over the devices is half of that, and ``c`` twice as large.
+    ``c`` tokens send ``2 c n_kv d_h b`` bytes while ``4 c^2 n_q d_h`` FLOPs are done, half of them where causal work is
+    balanced over the devices; so ``c >= C b n_kv / (W n_q)``, with ``C`` FLOP/s of one device and ``W`` bytes/s one
+    way to the next (``link``).
     """
-    work = arithmetic.pair_flops(config) / (2 if balanced else 1)
-    return flops_per_s * arithmetic.kv_width(config) * itemsize / (link * work)
+    return flops_per_s * kv_width(config) * itemsize / (link * pair_flops(config) / 2)
 
 
 def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: int) -> tuple[Traffic, ...]:

@@ -1,9 +1,10 @@
-"""What a token costs, in money and in energy.
+"""What serving costs: dollars and joules a token, and the seconds that requests wait at a load.
 
     $/Mtok = $/h * 1e6 / (3600 * tokens/s)        J/token = watts / (tokens/s)
 
-Both divide by a rate, so a machine that idles, or whose requests fail, costs more a token
-by exactly the share of its time that produces nothing.
+Both divide by a rate, so a machine that idles, or whose requests fail, costs more a token by exactly the share of its
+time that produces nothing. Full machines are cheap, but requests that come at random wait for them without bound as
+the load nears 1 (:func:`mg1_wait`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,11 @@ from dataclasses import dataclass
 from nanoinfer.errors import RequestError, check
 
 
-def usd_per_token(usd_per_hour: float, tokens_per_second: float) -> float:
-    """Hardware $/s over output tokens/s: 3 $/h at 1,000 tok/s is 8.33e-7 $."""
+def usd_per_mtok(usd_per_hour: float, tokens_per_second: float) -> float:
+    """Dollars for a million tokens: 3 $/h at 1,000 tok/s are 0.83 $."""
     check("usd_per_hour", usd_per_hour, above=0)
     check("tokens_per_second", tokens_per_second, above=0)
-    return usd_per_hour / 3600 / tokens_per_second
-
-
-def usd_per_mtok(usd_per_hour: float, tokens_per_second: float) -> float:
-    """Dollars for a million tokens."""
-    return 1e6 * usd_per_token(usd_per_hour, tokens_per_second)
+    return 1e6 * usd_per_hour / 3600 / tokens_per_second
 
 
 def joules_per_token(watts: float, tokens_per_second: float) -> float:
@@ -74,3 +70,18 @@ class Workload:
         price = self.price
         fresh = input_tokens - cached_tokens
         return (fresh * price.input + cached_tokens * price.cached_input + output_tokens * price.output) / 1e6
+
+
+def mg1_wait(load: float, service_s: float, c2: float) -> float:
+    """Mean seconds in the queue of one server, service not counted: ``load * service_s / (1 - load) * (1 + c2) / 2``.
+
+    Requests come at random (Poisson) and take ``service_s`` on average; ``load`` is the share of time that the server
+    is busy, and ``c2`` the variance of the service time over its mean squared: 0 where all are alike (M/D/1), 1 where
+    they are exponential (M/M/1). Raises :class:`RequestError` for a load of 1 and more, at which no queue settles.
+    Source: Pollaczek and Khinchine, in Kleinrock, "Queueing Systems" I (1975).
+    """
+    for name, value in {"load": load, "service_s": service_s, "c2": c2}.items():
+        check(name, value, at_least=0)
+    if load >= 1:
+        raise RequestError(f"a queue at load {load:g} never settles: its mean wait exists below load 1 alone")
+    return load * service_s / (1 - load) * (1 + c2) / 2

@@ -51,7 +51,7 @@ class Curve:
 class OperatorCurves:
     """One model's operators on one machine, each timed by itself: seconds of one layer, of products of one call.
 
-    ``products`` go by the names of :func:`~nanoinfer.theory.parameters.layer_matrices` and ``lm_head``, their weights
+    ``products`` go by the names of :func:`~nanoinfer.theory.arithmetic.layer_matrices` and ``lm_head``, their weights
     coming from memory as in a step. ``rest`` is all else: norms, rotation, activation, cache, Python; in steps of the
     continuous engine also its share of writes to the paged cache, scheduling, embedding, the choice of tokens.
     """

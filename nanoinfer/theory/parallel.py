@@ -1,4 +1,4 @@
-"""One model on several devices: what each must hold, and how long a step then takes.
+"""One model on several devices: what each must hold, how long a step then takes, and where more stop paying.
 
 - tensor parallel: every layer in ``tp`` parts; two all-reduces a layer;
 - pipeline parallel: ``pp`` stages of whole layers. A row passes them one after the other, so a single stream gains
@@ -19,13 +19,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Final, Literal
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.theory import arithmetic, capacity, communication, roofline
-from nanoinfer.theory.communication import Traffic, partition
-from nanoinfer.theory.parameters import (
-    Matrix,
+from nanoinfer.theory import capacity, communication
+from nanoinfer.theory.arithmetic import (
+    activation_bytes,
     bytes_per_element,
     check_sizes,
     experts_touched,
@@ -35,7 +35,8 @@ from nanoinfer.theory.parameters import (
     position_parameters,
     weight_bytes,
 )
-from nanoinfer.theory.roofline import Machine, Operator, Step, StepShape
+from nanoinfer.theory.communication import partition
+from nanoinfer.theory.roofline import Machine, Operator, Shard, Step, StepShape, merged
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def memory(
         part = layers_of(config, stage)
         used = capacity.where_bytes_go(part, batch, tokens, dtype, tp=split.tp, block=block)
         weights = stage_weight_bytes(config, stage, dtype) / split.tp
-        activations = arithmetic.activation_bytes(config, math.ceil(batch / min(split.pp, batch)), 1, dtype=dtype)
+        activations = activation_bytes(config, math.ceil(batch / min(split.pp, batch)), 1, dtype=dtype)
         stage_bytes.append(replace(used, weights=weights, activations=activations))
     return max(stage_bytes, key=lambda used: used.total)
 
@@ -174,17 +175,16 @@ def decode_step(
     context: int,
     *,
     micro_batches: int | None = None,
-    drained: bool = False,
     imbalance: float = 1.0,
 ) -> Step:
     """One new token for each of ``batch`` rows, of one replica, that then hold ``context`` tokens.
 
-    ``micro_batches`` pass a pipeline; None for as many as there are stages, or rows if those are fewer. ``drained``:
-    every row's token is waited for before the next step begins. If not, a micro-batch goes on as soon as its own token
-    has come back, and with as many of them as stages no stage waits. ``imbalance`` is the busiest device's share of
-    the experts' tokens over the mean one. Raises as :meth:`ParallelConfig.check` does, and where there is no link.
+    ``micro_batches`` pass a pipeline; None for as many as there are stages, or rows if those are fewer. Each goes on as
+    soon as its own token has come back, so with as many of them as stages no stage waits. ``imbalance`` is the busiest
+    device's share of the experts' tokens over the mean one. Raises as :meth:`ParallelConfig.check` does, and where
+    there is no link.
     """
-    return _step(config, machine, split, StepShape.decode(batch, context), micro_batches, drained, imbalance)
+    return _step(config, machine, split, StepShape.decode(batch, context), micro_batches, imbalance)
 
 
 def prefill_step(
@@ -197,8 +197,8 @@ def prefill_step(
     micro_batches: int | None = None,
     imbalance: float = 1.0,
 ) -> Step:
-    """A causal pass over ``batch`` prompts of ``tokens`` each; arguments and errors as :func:`decode_step`."""
-    return _step(config, machine, split, StepShape.prefill(batch, tokens), micro_batches, True, imbalance)
+    """A causal pass over ``batch`` prompts of ``tokens`` each, all waited for; otherwise as :func:`decode_step`."""
+    return _step(config, machine, split, StepShape.prefill(batch, tokens), micro_batches, imbalance)
 
 
 def _step(
@@ -207,7 +207,6 @@ def _step(
     split: ParallelConfig,
     shape: StepShape,
     micro_batches: int | None,
-    drained: bool,
     imbalance: float,
 ) -> Step:
     split.check(config)
@@ -216,45 +215,40 @@ def _step(
         raise RequestError(f"imbalance, the largest load over the mean, lies from 1 to ep {split.ep}; got {imbalance}")
     if split.pp == 1 and (micro_batches or 1) > 1:
         raise RequestError("micro-batches are those of a pipeline: give --pp too")
+    shard = Shard(config, machine, split.tp)
     if split.pp > 1:
-        operators = _pipeline(config, machine, split, shape, micro_batches, drained)
+        m = min(split.pp, shape.batch) if micro_batches is None else micro_batches
+        operators = _pipeline(shard, split.pp, shape, m)
     elif split.cp > 1 and shape.phase == "prefill":
-        operators = _ring(config, machine, split, shape)
+        operators = _ring(shard, split.cp, shape)
     elif split.cp > 1:
-        operators = _distributed_cache(config, machine, split, shape)
+        operators = _distributed_cache(shard, split.cp, shape)
     elif split.ep > 1:
-        operators = _experts(config, machine, split.ep, shape, imbalance)
+        operators = _experts(shard, split.ep, shape, imbalance)
     else:
-        return roofline.uniform_step(config, machine, shape, split.tp)
-    return Step(shape.phase, shape.batch, shape.context, machine, roofline.merged(operators))
+        return shard.uniform(shape)
+    return Step(shape.phase, shape.batch, shape.context, machine, merged(operators))
 
 
-def _pipeline(
-    config: ModelConfig,
-    machine: Machine,
-    split: ParallelConfig,
-    shape: StepShape,
-    micro_batches: int | None,
-    drained: bool,
-) -> list[Operator]:
-    """The busiest stage's operators for all micro-batches, its messages, and the time in which it waits."""
-    pp, tp, network = split.pp, split.tp, machine.require_network()
-    element = bytes_per_element(machine.dtype)
-    m = min(pp, shape.batch) if micro_batches is None else micro_batches
+def _pipeline(shard: Shard, pp: int, shape: StepShape, m: int) -> list[Operator]:
+    """The busiest stage's operators for all ``m`` micro-batches, its messages, and the time in which it waits."""
+    config, tp, network = shard.config, shard.tp, shard.machine.require_network()
     largest = replace(shape, batch=communication.micro_batch_rows(shape.batch, m)[0])  # the others wait for it
     parts = []
     for layers in stages(config.n_layers, pp):  # the embedding belongs to the first, the head to the last
-        part, ends = layers_of(config, layers), largest.batch if layers.stop == config.n_layers else 0
-        parts.append(roofline.uniform_operators(part, machine, largest, ends, tp, embeds=layers.start == 0))
-    hop = communication.pipeline_parallel(config, largest.batch, shape.new, pp, element, 1)[0]
-    ids = communication.pipeline_parallel(config, shape.batch, shape.new, pp, element, m)[-1]
+        stage = replace(shard, config=layers_of(config, layers))
+        ends = largest.batch if layers.stop == config.n_layers else 0
+        attention = stage.uniform_attention(largest)
+        parts.append(stage.operators(largest.tokens, ends, shape.phase, attention, embeds=layers.start == 0))
+    hop = communication.pipeline_parallel(config, largest.batch, shape.new, pp, shard.element, 1)[0]
+    ids = communication.pipeline_parallel(config, shape.batch, shape.new, pp, shard.element, m)[-1]
     crossings = network.nodes(pp, tp) - 1
     hops = (pp - 1 - crossings) * network.hop(hop, crosses=False) + crossings * network.hop(hop, crosses=True)
     slowest_hop = network.hop(hop, crosses=crossings > 0)
     busiest = max(parts, key=_seconds)
     path = sum(map(_seconds, parts)) + hops + network.seconds((ids,), pp, tp)
     tick = _seconds(busiest) + slowest_hop
-    whole = path + (m - 1) * tick if drained else max(path, m * tick)
+    whole = max(path, m * tick) if shape.phase == "decode" else path + (m - 1) * tick
     send = Operator("send", 0.0, m * hop.sent, m, m * slowest_hop, "link")
     return [*(op.times(m) for op in busiest), send, Operator("waiting", 0.0, 0.0, m, whole - m * tick, "idle")]
 
@@ -263,70 +257,150 @@ def _seconds(operators: Sequence[Operator]) -> float:
     return sum(op.seconds for op in operators)
 
 
-def _ring(config: ModelConfig, machine: Machine, split: ParallelConfig, shape: StepShape) -> list[Operator]:
+def _ring(shard: Shard, cp: int, shape: StepShape) -> list[Operator]:
     """A prefill whose tokens are divided evenly, causal work too; exchanges overlap with the attention."""
-    cp, tp, batch = split.cp, split.tp, shape.batch
-    ring, *ends = communication.context_parallel(config, batch, shape.new, cp, bytes_per_element(machine.dtype))
-    ring = _part(ring, capacity.kv_share(config, tp))
-    local = roofline.uniform_step(config, machine, StepShape.prefill(batch, math.ceil(shape.new / cp)), tp)
-    attention = _divided(roofline.uniform_attention(config, machine, shape, tp), machine, config.n_layers, cp)
+    config, tp = shard.config, shard.tp
+    ring, *ends = communication.context_parallel(config, shape.batch, shape.new, cp, shard.element)
+    ring = ring.scaled(capacity.kv_share(config, tp))
+    local = shard.uniform(StepShape.prefill(shape.batch, math.ceil(shape.new / cp)))
+    attention = _divided(shard, shard.uniform_attention(shape), cp)
     # The first of cp parts is local; each of the others arrives while the one before it is worked on.
     hidden = attention.seconds * (cp - 1) / cp
-    exposed = max(0.0, machine.require_network().seconds((ring,), cp, tp) - hidden)
+    exposed = max(0.0, shard.machine.require_network().seconds((ring,), cp, tp) - hidden)
     operators = [attention if op.name == "attention" else op for op in local.operators]
-    operators.append(roofline.link_operator("exposed exchange", ring, exposed))
-    return [*operators, *roofline.message_operators(ends, machine, cp, tp)]
+    operators.append(Operator("exposed exchange", 0.0, ring.sent, ring.calls, exposed, "link"))
+    return [*operators, *shard.machine.messages(ends, cp, tp)]
 
 
-def _distributed_cache(
-    config: ModelConfig, machine: Machine, split: ParallelConfig, shape: StepShape
-) -> list[Operator]:
+def _distributed_cache(shard: Shard, cp: int, shape: StepShape) -> list[Operator]:
     """A decode step in which every device does all products and attends to its part of the cache."""
-    cp, tp = split.cp, split.tp
-    gather, ids = communication.context_parallel_decode(config, shape.batch, cp)
+    gather, ids = communication.context_parallel_decode(shard.config, shape.batch, cp)
     operators = [
-        _divided(op, machine, config.n_layers, cp, read=cp) if op.name == "attention" else op
-        for op in roofline.uniform_step(config, machine, shape, tp).operators
+        _divided(shard, op, cp, read=cp) if op.name == "attention" else op for op in shard.uniform(shape).operators
     ]
-    return [*operators, *roofline.message_operators((_part(gather, 1 / tp), ids), machine, cp, tp)]
+    return [*operators, *shard.machine.messages((gather.scaled(1 / shard.tp), ids), cp, shard.tp)]
 
 
-def _divided(op: Operator, machine: Machine, layers: int, n: int, read: int = 1) -> Operator:
+def _divided(shard: Shard, op: Operator, n: int, read: int = 1) -> Operator:
     """Attention whose arithmetic ``n`` devices share; each reads ``1/read`` of the cache."""
-    flops, nbytes = op.flops / n, op.nbytes / read
+    flops, nbytes, machine = op.flops / n, op.nbytes / read, shard.machine
     if machine.curves is not None:
         return replace(op, flops=flops, nbytes=nbytes, seconds=op.seconds / n)
-    launch = layers * machine.launch_s * (n if read == 1 else 1)  # a ring attends to one part after the other
-    compute, memory = flops / machine.peak, nbytes / machine.bandwidth
-    bound = roofline.bound_of(compute, memory, launch)
-    return replace(op, flops=flops, nbytes=nbytes, seconds=max(compute, memory) + launch, bound=bound)
+    # A ring attends to one part after the other.
+    launch = shard.config.n_layers * machine.launch_s * (n if read == 1 else 1)
+    return machine.operator(op.name, flops, nbytes, op.calls, launch=launch)
 
 
-def _part(traffic: Traffic, share: float) -> Traffic:
-    return replace(traffic, message=traffic.message * share, sent=traffic.sent * share)
-
-
-def _experts(config: ModelConfig, machine: Machine, ep: int, shape: StepShape, imbalance: float) -> list[Operator]:
+def _experts(shard: Shard, ep: int, shape: StepShape, imbalance: float) -> list[Operator]:
     """The rows are divided for all but the experts; those see all devices' tokens, the busiest device most of them."""
+    config, machine = shard.config, shard.machine
     local = replace(shape, batch=math.ceil(shape.batch / ep))
-    experts = roofline.merged(
-        _expert(matrix, machine, shape.tokens, ep, imbalance)
-        for layer in range(config.n_layers)
-        for matrix in layer_matrices(config, layer)
-        if matrix.copies > 1
-    )
-    by_name = {op.name: op for op in experts}
-    operators = [by_name.get(op.name, op) for op in roofline.uniform_step(config, machine, local).operators]
-    *small, tokens = communication.expert_parallel(config, local.tokens, ep, bytes_per_element(machine.dtype))
-    return [*operators, *roofline.message_operators((*small, _part(tokens, imbalance)), machine, ep)]
+    experts: list[Operator] = []
+    for matrix in (m for layer in range(config.n_layers) for m in layer_matrices(config, layer) if m.copies > 1):
+        # A device reads those of its own experts that any token chose.
+        touched = experts_touched(matrix.copies, matrix.used, shape.tokens) / ep
+        met = shape.tokens * matrix.used * imbalance / ep
+        nbytes = (touched * matrix.size + met * (matrix.rows + matrix.columns)) * shard.element
+        experts.append(machine.product(matrix.name, 2.0 * met * matrix.rows * matrix.columns, nbytes, met / touched))
+    by_name = {op.name: op for op in merged(experts)}
+    operators = [by_name.get(op.name, op) for op in shard.uniform(local).operators]
+    *small, tokens = communication.expert_parallel(config, local.tokens, ep, shard.element)
+    return [*operators, *machine.messages((*small, tokens.scaled(imbalance)), ep)]
 
 
-def _expert(matrix: Matrix, machine: Machine, tokens: int, ep: int, imbalance: float) -> Operator:
-    """One expert matrix, its copies divided: a device reads those of its own that any token chose."""
-    element = bytes_per_element(machine.dtype)
-    touched = experts_touched(matrix.copies, matrix.used, tokens) / ep
-    met = tokens * matrix.used * imbalance / ep
-    nbytes = touched * matrix.size * element + met * (matrix.rows + matrix.columns) * element
-    return roofline.product_at_rates(
-        matrix.name, machine, 2.0 * met * matrix.rows * matrix.columns, nbytes, met / touched
-    )
+# --- from one device to a thousand ------------------------------------------------------
+
+Dimension = Literal["tp", "pp", "cp", "ep", "replicas"]
+DIMENSIONS: Final[tuple[Dimension, ...]] = ("tp", "pp", "cp", "ep", "replicas")
+#: One device, two, four, ... 1,024.
+DOUBLINGS: Final = tuple(2**i for i in range(11))
+#: Of a device's memory, what may be used.
+FILLED: Final = 0.9
+#: A step is shorter only if it is so by more than this share.
+NOTICED: Final = 0.01
+#: A device pays while it yields at least this share of the tokens that one yields where there are fewest.
+PAYS: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of devices."""
+
+    split: ParallelConfig
+    fits: bool
+    rows: int  # that all replicas decode together
+    prefill_s: float  # of one replica
+    decode_s: float  # of one step: a user's wait for a token
+    tokens_per_s: float  # of all devices, while they decode
+    efficiency: float  # tokens/s a device over those of the fewest devices that the model fits (of the fewest, if none)
+    link_share: float  # of the decode step's time, what goes to messages and to waiting for other devices
+    prefill_link_share: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One kind of parallelism, from few devices to many; ``ends`` says why there are no more points."""
+
+    dimension: Dimension
+    points: tuple[Point, ...]
+    ends: str
+
+    @property
+    def possible(self) -> tuple[Point, ...]:
+        """The points that fit; all of them where none does."""
+        return tuple(point for point in self.points if point.fits) or self.points
+
+    def best_latency(self, phase: Literal["prefill", "decode"] = "decode") -> Point:
+        """The possible point after which more devices no longer make the phase shorter."""
+        best, *more = self.possible
+        for point in more:
+            if getattr(point, f"{phase}_s") > getattr(best, f"{phase}_s") * (1 - NOTICED):
+                break
+            best = point
+        return best
+
+    @property
+    def last_that_pays(self) -> Point:
+        """The possible point after which a device yields less than half of what it does where there are fewest."""
+        paying, *more = self.possible
+        for point in more:
+            if point.efficiency < PAYS:
+                break
+            paying = point
+        return paying
+
+
+def scale(
+    config: ModelConfig,
+    machine: Machine,
+    memory_bytes: float,
+    dimension: Dimension,
+    *,
+    batch: int = 32,
+    context: int = 2048,
+) -> Scaling:
+    """One kind of parallelism over up to 1,024 devices of ``memory_bytes`` each.
+
+    A replica prefills one prompt and decodes ``batch`` rows, ``context`` tokens each: the same work for more devices,
+    of which replicas alone get more. Raises :class:`RequestError` for a dimension that model or machine do not have.
+    """
+    check_sizes(batch=batch, context=context)
+    points: list[Point] = []
+    ends = "no more were asked for"
+    for n in DOUBLINGS:
+        split = ParallelConfig(**{dimension: n})
+        try:
+            first = prefill_step(config, machine, split, 1, context)
+            step = decode_step(config, machine, split, batch, context)
+        except RequestError as error:
+            if len(points) < 2:
+                raise  # not even two devices can
+            ends = str(error)
+            break
+        fits = memory(config, split, batch, context, machine.dtype).total <= memory_bytes * FILLED
+        rows, shares = split.replicas * batch, (each.share("link", "idle") for each in (step, first))
+        points.append(Point(split, fits, rows, first.seconds, step.seconds, rows / step.seconds, 1.0, *shares))
+    least = Scaling(dimension, tuple(points), ends).possible[0]
+    base = least.tokens_per_s / least.split.devices
+    rated = (replace(p, efficiency=p.tokens_per_s / p.split.devices / base) for p in points)
+    return Scaling(dimension, tuple(rated), ends)

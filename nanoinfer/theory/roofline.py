@@ -12,28 +12,31 @@ are all alike make a :class:`StepShape`; the continuous engine packs chunks of p
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError
-from nanoinfer.theory import arithmetic, capacity, communication, hardware
-from nanoinfer.theory.communication import Network, Traffic
-from nanoinfer.theory.curves import OperatorCurves, Rows, interpolate
-from nanoinfer.theory.parameters import (
+from nanoinfer.theory import capacity, communication, hardware
+from nanoinfer.theory.arithmetic import (
     Matrix,
     bytes_per_element,
+    causal_flops,
     check_sizes,
     experts_touched,
     head_matrix,
+    kv_width,
     layer_matrices,
+    pair_flops,
+    tokens_seen,
 )
+from nanoinfer.theory.communication import Network, Traffic
+from nanoinfer.theory.curves import OperatorCurves, Rows, interpolate
 
 #: What an operator waits for; ``idle`` is a device that waits for the others.
 Bound = Literal["compute", "memory", "launch", "link", "idle"]
@@ -46,13 +49,40 @@ FUSED_OPERATORS = 4
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The rates to predict with: FLOP/s, bytes/s, seconds.
+class Operator:
+    """One operator of a step, all its calls together."""
 
-    ``linear`` holds measured ``(rows, FLOP/s)`` of products whose weights come from memory; where it is
-    empty, a product runs at ``peak`` or at ``bandwidth``, whichever is slower. ``curves``, timings of one
-    model's own operators, take the place of all rates for that model. ``network`` links it to others.
-    """
+    name: str
+    flops: float
+    nbytes: float  # through memory, or, where ``bound`` is ``link``, to other devices
+    calls: int
+    seconds: float
+    bound: Bound  # what takes the larger part of it
+
+    def times(self, n: int) -> Operator:
+        """``n`` of it, one after the other."""
+        return replace(self, **{name: n * getattr(self, name) for name in ADDED})
+
+    def plus(self, other: Operator) -> Operator:
+        """Both together, under this one's name."""
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in ADDED})
+
+
+#: What adds up over calls.
+ADDED = ("flops", "nbytes", "calls", "seconds")
+
+
+def merged(operators: Iterable[Operator]) -> tuple[Operator, ...]:
+    """Operators of the same name added up, in order of first appearance."""
+    by_name: dict[str, Operator] = {}
+    for op in operators:
+        by_name[op.name] = by_name[op.name].plus(op) if op.name in by_name else op
+    return tuple(by_name.values())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates to predict with: FLOP/s, bytes/s, seconds."""
 
     name: str
     dtype: str
@@ -60,8 +90,9 @@ class Machine:
     bandwidth: float
     launch_s: float = 0.0
     linear_launch_s: float = 0.0
+    #: Measured ``(rows, FLOP/s)`` of products whose weights come from memory; without, ``peak`` or ``bandwidth`` limit.
     linear: tuple[tuple[int, float], ...] = ()
-    curves: OperatorCurves | None = None
+    curves: OperatorCurves | None = None  # timings of one model's own operators, in place of all rates for that model
     network: Network | None = None
 
     @classmethod
@@ -72,9 +103,8 @@ class Machine:
         """
         device = hardware.device(name)
         network = None if device.link is None else Network(device.link.gbs_one_way * 1e9)
-        bandwidth = device.bandwidth_gbs * 1e9
-        peak = hardware.peak(device, dtype)
-        return cls(device.name, dtype, peak, bandwidth, launch_s, launch_s, network=network)
+        rates = hardware.peak(device, dtype), device.bandwidth_gbs * 1e9
+        return cls(device.name, dtype, *rates, launch_s, launch_s, network=network)
 
     def require_network(self) -> Network:
         """Its links. Raises :class:`RequestError` where there are none."""
@@ -91,49 +121,33 @@ class Machine:
         """Measured FLOP/s of a product of ``rows`` rows."""
         return interpolate(rows, self.linear)
 
+    def operator(
+        self, name: str, flops: float, nbytes: float, calls: int = 1, *, launch: float = 0.0, timed: float | None = None
+    ) -> Operator:
+        """An operator at these rates, all its launches together ``launch`` seconds, or of measured seconds."""
+        compute, memory = flops / self.peak, nbytes / self.bandwidth
+        bound: Bound = "compute" if compute > memory else "memory"
+        if timed is not None:
+            return Operator(name, flops, nbytes, calls, timed, bound)
+        if launch > compute + memory:
+            bound = "launch"
+        return Operator(name, flops, nbytes, calls, max(compute, memory) + launch, bound)
 
-@dataclass(frozen=True)
-class Operator:
-    """One operator of a step, all its calls together. Seconds; ``bound`` is the larger part.
+    def product(self, name: str, flops: float, nbytes: float, rows: float) -> Operator:
+        """A product in which each weight is multiplied with ``rows`` rows."""
+        timed = None
+        if self.linear:
+            timed = flops / self.linear_rate(max(1, round(rows))) + self.linear_launch_s
+        return self.operator(name, flops, nbytes, launch=self.linear_launch_s, timed=timed)
 
-    ``nbytes`` go through memory, or, where ``bound`` is ``link``, to other devices.
-    """
-
-    name: str
-    flops: float
-    nbytes: float
-    calls: int
-    seconds: float
-    bound: Bound
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte moved."""
-        return self.flops / self.nbytes if self.nbytes else math.inf
-
-    def times(self, n: int) -> Operator:
-        """``n`` of it, one after the other."""
-        return replace(
-            self, flops=n * self.flops, nbytes=n * self.nbytes, calls=n * self.calls, seconds=n * self.seconds
-        )
-
-    def plus(self, other: Operator) -> Operator:
-        """Both together, under this one's name."""
-        return replace(
-            self,
-            flops=self.flops + other.flops,
-            nbytes=self.nbytes + other.nbytes,
-            calls=self.calls + other.calls,
-            seconds=self.seconds + other.seconds,
-        )
-
-
-def merged(operators: Iterable[Operator]) -> tuple[Operator, ...]:
-    """Operators of the same name added up, in order of first appearance."""
-    by_name: dict[str, Operator] = {}
-    for op in operators:
-        by_name[op.name] = by_name[op.name].plus(op) if op.name in by_name else op
-    return tuple(by_name.values())
+    def messages(self, traffic: Iterable[Traffic], n: int, stride: int = 1) -> list[Operator]:
+        """The calls of a group of ``n`` ranks, each ``stride`` devices from the next."""
+        network = self.require_network()
+        return [
+            Operator(part.kind, 0.0, part.sent, part.calls, network.seconds((part,), n, stride), "link")
+            for part in traffic
+            if part.calls
+        ]
 
 
 @dataclass(frozen=True)
@@ -166,13 +180,14 @@ class Step:
         """All bytes that leave the device for others."""
         return sum(op.nbytes for op in self.operators if op.bound == "link")
 
+    def share(self, *bounds: Bound) -> float:
+        """Share of its time in operators that wait for one of these."""
+        return sum(op.seconds for op in self.operators if op.bound in bounds) / self.seconds
+
     @property
     def bound(self) -> Bound:
         """What most of the step's time goes to."""
-        shares: dict[Bound, float] = {}
-        for op in self.operators:
-            shares[op.bound] = shares.get(op.bound, 0.0) + op.seconds
-        return max(shares, key=lambda kind: shares[kind])
+        return max((op.bound for op in self.operators), key=self.share)
 
 
 @dataclass(frozen=True)
@@ -206,207 +221,135 @@ class StepShape:
             raise RequestError(f"context {self.context} is beyond the model's {config.context}")
 
 
-def prefill_step(config: ModelConfig, machine: Machine, batch: int, tokens: int, tp: int = 1) -> Step:
-    """A causal pass over ``batch`` prompts of ``tokens`` each; head on the last position alone."""
-    return uniform_step(config, machine, StepShape.prefill(batch, tokens), tp)
+@dataclass(frozen=True)
+class Shard:
+    """One of ``tp`` devices that share each layer of a model: the operators that it runs in a step.
 
-
-def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int, tp: int = 1) -> Step:
-    """One new token for each of ``batch`` rows that then hold ``context`` tokens."""
-    return uniform_step(config, machine, StepShape.decode(batch, context), tp)
-
-
-def uniform_step(config: ModelConfig, machine: Machine, shape: StepShape, tp: int = 1) -> Step:
-    """A step of rows that are all alike, its layers shared by ``tp`` devices."""
-    shape.check(config)
-    capacity.check_tp(config, tp)
-    operators = uniform_operators(config, machine, shape, shape.batch, tp)
-    return Step(shape.phase, shape.batch, shape.context, machine, tuple(operators))
-
-
-def mixed_step(config: ModelConfig, machine: Machine, rows: Rows, ends: int, tp: int = 1) -> Step:
-    """A step of unlike rows over a paged cache, operator by operator, its layers shared by ``tp`` devices.
-
-    The head is computed for the ``ends`` alone: how many rows' last token chooses the next one.
-    """
-    tokens = sum(new for _, new in rows)
-    check_sizes(tokens=tokens)
-    capacity.check_tp(config, tp)
-    timed = machine.curves.mixed_attention(rows) if machine.curves is not None and tp == 1 else None
-    phase = _phase(rows, tokens)
-    operators = (
-        *weight_products(config, machine, tokens, ends, tp),
-        attention(config, machine, mixed_attention_work(config, rows), tp, timed),
-        small_operators(config, machine, tokens, phase, paged=True),
-        *tp_messages(config, machine, tokens, ends, tp),
-    )
-    return Step(phase, len(rows), max(old + new for old, new in rows), machine, operators)
-
-
-class StepTimes:
-    """Seconds of the steps of :func:`mixed_step`, cheap enough for the millions of a simulation.
-
-    All but attention depends on the numbers of packed tokens and of ends, and is computed once for each. Attention of
-    decoding rows depends, without windows, on the sum of their contexts alone.
-    Raises :class:`RequestError` for devices that cannot share the model, or have no link to do it over.
+    Raises :class:`RequestError` for heads that ``tp`` does not divide.
     """
 
-    def __init__(self, config: ModelConfig, machine: Machine, tp: int = 1) -> None:
-        capacity.check_tp(config, tp)
-        self.config, self.machine, self.tp = config, machine, tp
-        self._curves = machine.curves if tp == 1 else None
-        token_bytes = arithmetic.kv_width(config) * bytes_per_element(machine.dtype) * capacity.kv_share(config, tp)
-        self._flops_per_s, self._tokens_per_s = tp * machine.peak, machine.bandwidth / token_bytes
-        self._launch_s = config.n_layers * machine.launch_s
+    config: ModelConfig
+    machine: Machine
+    tp: int = 1
 
-        @cache
-        def body(tokens: int, phase: Phase) -> float:
-            operators = weight_products(config, machine, tokens, 0, tp)
-            operators.append(small_operators(config, machine, tokens, phase, paged=True))
-            operators += tp_messages(config, machine, tokens, 0, tp)
-            return sum(op.seconds for op in operators)
+    def __post_init__(self) -> None:
+        capacity.check_tp(self.config, self.tp)
 
-        @cache
-        def head(ends: int) -> float:
-            if not ends:
-                return 0.0
-            seconds = _product(head_matrix(config), machine, ends, tp).seconds
-            if tp > 1:
-                gather = communication.logits_gather(config, ends, tp, bytes_per_element(machine.dtype))
-                seconds += machine.require_network().seconds((gather,), tp)
-            return seconds
+    @cached_property
+    def curves(self) -> OperatorCurves | None:
+        """Timings of this model's operators, which hold for a single device."""
+        return self.machine.curves if self.tp == 1 else None
 
-        self._body, self._head = body, head
-        self._body(1, "decode")  # what cannot be predicted is refused now
+    @cached_property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return bytes_per_element(self.machine.dtype)
 
-    def seconds(self, rows: Rows, ends: int) -> float:
-        """Seconds of one step; rows and ends as in :func:`mixed_step`."""
+    @cached_property
+    def token_bytes(self) -> float:
+        """Bytes of one token in one layer's KV cache here."""
+        return kv_width(self.config) * self.element * capacity.kv_share(self.config, self.tp)
+
+    def uniform(self, shape: StepShape) -> Step:
+        """The step of rows that are all alike."""
+        shape.check(self.config)
+        operators = self.operators(shape.tokens, shape.batch, shape.phase, self.uniform_attention(shape))
+        return Step(shape.phase, shape.batch, shape.context, self.machine, operators)
+
+    def mixed(self, rows: Rows, ends: int) -> Step:
+        """The step of rows that are not: see :func:`mixed_step`."""
         tokens = sum(new for _, new in rows)
-        fixed = self._body(tokens, _phase(rows, tokens)) + self._head(ends)
-        if self._curves is not None:
-            return fixed + self.config.n_layers * self._curves.mixed_attention(rows)
-        return fixed + self._attention(*mixed_attention_work(self.config, rows))
+        check_sizes(tokens=tokens)
+        timed = None if self.curves is None else self.curves.mixed_attention(rows)
+        attention = self.attention(*self.mixed_work(rows), timed)
+        operators = self.operators(tokens, ends, _phase(rows, tokens), attention, paged=True)
+        return Step(_phase(rows, tokens), len(rows), max(old + new for old, new in rows), self.machine, operators)
 
-    def decoding(self, contexts: Sequence[int]) -> Iterator[float]:
-        """Seconds of one decode step after another, without end: each row holds one token more in each.
+    def operators(
+        self,
+        tokens: int,
+        ends: int,
+        phase: Phase,
+        attention: Operator | None,
+        *,
+        paged: bool = False,
+        embeds: bool = True,
+    ) -> tuple[Operator, ...]:
+        """All of a step over ``tokens`` tokens, ``ends`` of which go through the head, in a token's order.
 
-        ``contexts`` are the tokens that the rows hold in the first of them, its new one included.
+        ``embeds`` tells whether the embedding is here too.
         """
-        config, n = self.config, len(contexts)
-        fixed = self._body(n, "decode") + self._head(n)
-        if self._curves is not None:
-            for total in count(sum(contexts), n):
-                yield fixed + config.n_layers * self._curves.paged(n, total / n)
-        pair, windows = arithmetic.pair_flops(config, absorbed=True), _windows(config)
-        if any(size < sys.maxsize for size, _ in windows):
-            for step in count():
-                seen = sum(_seen(windows, context + step) for context in contexts)
-                yield fixed + self._attention(pair * seen, seen)
-        for seen in count(config.n_layers * sum(contexts), config.n_layers * n):
-            yield fixed + self._attention(pair * seen, seen)
+        parts = [*self.products(tokens), *self.head(ends), *([] if attention is None else [attention])]
+        return *parts, self.small(tokens, phase, paged=paged), *self.messages(tokens, ends, embeds=embeds)
 
-    def _attention(self, flops: float, seen: int) -> float:
-        return max(flops / self._flops_per_s, seen / self._tokens_per_s) + self._launch_s
+    def products(self, tokens: int) -> tuple[Operator, ...]:
+        """All weight matrices of the layers against ``tokens`` tokens."""
+        return merged(self._product(matrix, tokens).times(n) for matrix, n in _matrix_counts(self.config))
 
+    def head(self, ends: int) -> list[Operator]:
+        """The head against the tokens whose logits are wanted."""
+        return [self._product(head_matrix(self.config), ends)] if ends else []
 
-def _phase(rows: Rows, tokens: int) -> Phase:
-    return "decode" if tokens == len(rows) else "prefill"
+    def _product(self, matrix: Matrix, rows: int) -> Operator:
+        """One weight matrix against ``rows`` rows: read once however many rows there are. Experts: those touched."""
+        touched = experts_touched(matrix.copies, matrix.used, rows) if matrix.copies > 1 else 1.0
+        flops = 2.0 * rows * matrix.used * matrix.rows * matrix.columns / self.tp
+        moved = touched * matrix.size / self.tp + rows * matrix.used * (matrix.rows / self.tp + matrix.columns)
+        if self.curves is not None:
+            timed = self.curves.products[matrix.name].at(rows)
+            return self.machine.operator(matrix.name, flops, moved * self.element, timed=timed)
+        return self.machine.product(matrix.name, flops, moved * self.element, rows * matrix.used / touched)
 
+    def uniform_attention(self, shape: StepShape) -> Operator:
+        """Scores and weighted sums of rows that are all alike; keys and values are read once a pass."""
+        config, seen = self.config, tokens_seen(self.config, shape.context)
+        flops = causal_flops(config, shape.new) if shape.new > 1 else pair_flops(config, absorbed=True) * seen
+        timed = None if self.curves is None else self.curves.attention(shape.batch, shape.new, shape.context)
+        return self.attention(shape.batch * flops, shape.batch * seen, timed)
 
-# --- operators ----------------------------------------------------------------------
+    def mixed_work(self, rows: Rows) -> tuple[int, int]:
+        """FLOPs of attention and tokens whose keys and values are read, over all rows ``(cached, new)`` and layers."""
+        windows = _windows(self.config)
+        single, several = pair_flops(self.config, absorbed=True), pair_flops(self.config)
+        flops = seen = 0
+        for old, new in rows:
+            flops += _pairs(windows, old, new) * (single if new == 1 else several)
+            seen += _seen(windows, old + new)
+        return flops, seen
 
+    def attention(self, flops: float, seen: int, timed: float | None) -> Operator:
+        """Attention of all layers; ``timed`` are measured seconds of one layer, which take the place of the rates."""
+        n, launch = self.config.n_layers, self.config.n_layers * self.machine.launch_s
+        whole = None if timed is None else n * timed
+        work = flops / self.tp, seen * self.token_bytes
+        return self.machine.operator("attention", *work, n, launch=launch, timed=whole)
 
-def uniform_operators(
-    config: ModelConfig, machine: Machine, shape: StepShape, ends: int, tp: int, *, embeds: bool = True
-) -> list[Operator]:
-    """A step's operators; ``ends`` rows go through the head, and ``embeds`` tells whether the embedding is here too."""
-    return [
-        *weight_products(config, machine, shape.tokens, ends, tp),
-        uniform_attention(config, machine, shape, tp),
-        small_operators(config, machine, shape.tokens, shape.phase),
-        *tp_messages(config, machine, shape.tokens, ends, tp, embeds=embeds),
-    ]
+    def small(self, tokens: int, phase: Phase, *, paged: bool = False) -> Operator:
+        """Norms, rotation, activation and residuals: no products, all bytes and launches."""
+        config, machine = self.config, self.machine
+        eager = SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
+        calls = config.n_layers * (eager if machine.launch_s else FUSED_OPERATORS)
+        # Each operator reads and writes one activation; most are of the model's width.
+        nbytes = 2.0 * calls * tokens * config.d_model * self.element
+        if machine.curves is None:
+            return machine.operator("small operators", 0.0, nbytes, calls, launch=calls * machine.launch_s)
+        # One layer more stands for what a step does once: embedding, last norm, choice of the token.
+        curve = machine.curves.rest_of(phase, paged=paged)
+        seconds, least = ((config.n_layers + 1) * curve.at(n) for n in (tokens, 1))
+        return Operator("small operators", 0.0, nbytes, calls, seconds, "launch" if seconds < 2 * least else "memory")
+
+    def messages(self, tokens: int, ends: int, *, embeds: bool = True) -> list[Operator]:
+        """What the devices that share each layer send each other: see :func:`communication.tensor_parallel`."""
+        if self.tp == 1:
+            return []
+        traffic = communication.tensor_parallel(self.config, tokens, self.tp, self.element, ends, embeds=embeds)
+        return self.machine.messages(traffic, self.tp)
 
 
 @cache
 def _matrix_counts(config: ModelConfig) -> tuple[tuple[Matrix, int], ...]:
     """Each matrix of the layers, and in how many it is."""
     return tuple(Counter(m for layer in range(config.n_layers) for m in layer_matrices(config, layer)).items())
-
-
-def weight_products(config: ModelConfig, machine: Machine, tokens: int, ends: int, tp: int) -> list[Operator]:
-    """All weight matrices against ``tokens`` tokens, and the head against the ``ends`` whose logits are wanted."""
-    products = [_product(matrix, machine, tokens, tp).times(n) for matrix, n in _matrix_counts(config)]
-    if ends:
-        products.append(_product(head_matrix(config), machine, ends, tp))
-    return list(merged(products))
-
-
-def _product(matrix: Matrix, machine: Machine, rows: int, tp: int) -> Operator:
-    """One weight matrix against ``rows`` rows: read once however many rows there are. Experts: those touched."""
-    element = bytes_per_element(machine.dtype)
-    touched = experts_touched(matrix.copies, matrix.used, rows) if matrix.copies > 1 else 1.0
-    flops = 2.0 * rows * matrix.used * matrix.rows * matrix.columns / tp
-    weights = touched * matrix.size * element / tp
-    nbytes = weights + rows * matrix.used * (matrix.rows / tp + matrix.columns) * element
-    if machine.curves is not None and tp == 1:
-        seconds = machine.curves.products[matrix.name].at(rows)
-        return Operator(matrix.name, flops, nbytes, 1, seconds, _side(machine, flops, nbytes))
-    return product_at_rates(matrix.name, machine, flops, nbytes, rows * matrix.used / touched)
-
-
-def product_at_rates(name: str, machine: Machine, flops: float, nbytes: float, rows: float) -> Operator:
-    """One product at the machine's rates; each weight is multiplied with ``rows`` rows."""
-    launch = machine.linear_launch_s
-    if machine.linear:
-        seconds = flops / machine.linear_rate(max(1, round(rows))) + launch
-        return Operator(name, flops, nbytes, 1, seconds, _side(machine, flops, nbytes))
-    compute, memory = flops / machine.peak, nbytes / machine.bandwidth
-    return Operator(name, flops, nbytes, 1, max(compute, memory) + launch, bound_of(compute, memory, launch))
-
-
-class AttentionWork(NamedTuple):
-    """FLOPs of attention, and tokens whose keys and values are read, both summed over rows and layers."""
-
-    flops: float
-    seen: int
-
-
-def uniform_attention(config: ModelConfig, machine: Machine, shape: StepShape, tp: int) -> Operator:
-    """Scores and weighted sums of rows that are all alike; keys and values are read once a pass."""
-    if shape.new == 1:
-        flops = arithmetic.pair_flops(config, absorbed=True) * arithmetic.tokens_seen(config, shape.context)
-    else:
-        flops = arithmetic.causal_flops(config, shape.new)
-    work = AttentionWork(float(shape.batch * flops), shape.batch * arithmetic.tokens_seen(config, shape.context))
-    timed = None
-    if machine.curves is not None and tp == 1:
-        timed = machine.curves.attention(shape.batch, shape.new, shape.context)
-    return attention(config, machine, work, tp, timed)
-
-
-def mixed_attention_work(config: ModelConfig, rows: Rows) -> AttentionWork:
-    """Of rows of unlike lengths, each as ``(cached, new)`` tokens."""
-    windows = _windows(config)
-    single, several = arithmetic.pair_flops(config, absorbed=True), arithmetic.pair_flops(config)
-    flops = seen = 0
-    for old, new in rows:
-        flops += _pairs(windows, old, new) * (single if new == 1 else several)
-        seen += _seen(windows, old + new)
-    return AttentionWork(flops, seen)
-
-
-def attention(config: ModelConfig, machine: Machine, work: AttentionWork, tp: int, timed: float | None) -> Operator:
-    """Attention of all layers; ``timed`` are measured seconds of one layer, which take the place of the rates."""
-    read = work.seen * arithmetic.kv_width(config) * bytes_per_element(machine.dtype) * capacity.kv_share(config, tp)
-    compute, memory = work.flops / tp / machine.peak, read / machine.bandwidth
-    launch = config.n_layers * machine.launch_s
-    flops = work.flops / tp
-    if timed is None:
-        seconds, bound = max(compute, memory) + launch, bound_of(compute, memory, launch)
-    else:
-        seconds, bound = config.n_layers * timed, _side(machine, flops, read)
-    return Operator("attention", flops, read, config.n_layers, seconds, bound)
 
 
 @cache
@@ -429,56 +372,84 @@ def _pairs(windows: Iterable[tuple[int, int]], old: int, new: int) -> int:
     return total
 
 
-def small_operators(
-    config: ModelConfig, machine: Machine, tokens: int, phase: Phase, *, paged: bool = False
-) -> Operator:
-    """Norms, rotation, activation and residuals: no products, all bytes and launches."""
-    eager = SMALL_OPERATORS.get(config.family, SMALL_OPERATORS["llama"])
-    calls = config.n_layers * (eager if machine.launch_s else FUSED_OPERATORS)
-    # Each operator reads and writes one activation; most are of the model's width.
-    nbytes = 2.0 * calls * tokens * config.d_model * bytes_per_element(machine.dtype)
-    if machine.curves is not None:
-        # One layer more stands for what a step does once: embedding, last norm, choice of the token.
-        curve = machine.curves.rest_of(phase, paged=paged)
-        seconds, least = ((config.n_layers + 1) * curve.at(n) for n in (tokens, 1))
-        return Operator("small operators", 0.0, nbytes, calls, seconds, "launch" if seconds < 2 * least else "memory")
-    memory, launch = nbytes / machine.bandwidth, calls * machine.launch_s
-    return Operator("small operators", 0.0, nbytes, calls, memory + launch, "launch" if launch > memory else "memory")
+def _phase(rows: Rows, tokens: int) -> Phase:
+    return "decode" if tokens == len(rows) else "prefill"
 
 
-def tp_messages(
-    config: ModelConfig, machine: Machine, tokens: int, ends: int, tp: int, *, embeds: bool = True
-) -> list[Operator]:
-    """What the devices that share each layer send each other: see :func:`communication.tensor_parallel`."""
-    if tp == 1:
-        return []
-    element = bytes_per_element(machine.dtype)
-    traffic = communication.tensor_parallel(config, tokens, tp, element, ends, embeds=embeds)
-    return list(message_operators(traffic, machine, tp))
+# --- steps --------------------------------------------------------------------------
 
 
-def message_operators(traffic: Iterable[Traffic], machine: Machine, n: int, stride: int = 1) -> Iterator[Operator]:
-    """The calls of a group of ``n`` ranks, each ``stride`` devices from the next."""
-    network = machine.require_network()
-    for part in traffic:
-        if part.calls:
-            yield link_operator(part.kind, part, network.seconds((part,), n, stride))
+def prefill_step(config: ModelConfig, machine: Machine, batch: int, tokens: int, tp: int = 1) -> Step:
+    """A causal pass over ``batch`` prompts of ``tokens`` each; head on the last position alone."""
+    return Shard(config, machine, tp).uniform(StepShape.prefill(batch, tokens))
 
 
-def link_operator(name: str, part: Traffic, seconds: float) -> Operator:
-    """Messages as an operator."""
-    return Operator(name, 0.0, part.sent, part.calls, seconds, "link")
+def decode_step(config: ModelConfig, machine: Machine, batch: int, context: int, tp: int = 1) -> Step:
+    """One new token for each of ``batch`` rows that then hold ``context`` tokens."""
+    return Shard(config, machine, tp).uniform(StepShape.decode(batch, context))
 
 
-def _side(machine: Machine, flops: float, nbytes: float) -> Bound:
-    return "compute" if flops / nbytes > machine.ridge else "memory"
+def mixed_step(config: ModelConfig, machine: Machine, rows: Rows, ends: int, tp: int = 1) -> Step:
+    """A step of unlike rows over a paged cache, operator by operator, its layers shared by ``tp`` devices.
+
+    The head is computed for the ``ends`` alone: how many rows' last token chooses the next one.
+    """
+    return Shard(config, machine, tp).mixed(rows, ends)
 
 
-def bound_of(compute: float, memory: float, launch: float) -> Bound:
-    """What an operator of these seconds waits for."""
-    if launch > compute + memory:
-        return "launch"
-    return "compute" if compute > memory else "memory"
+class StepTimes:
+    """Seconds of the steps of :func:`mixed_step`, cheap enough for the millions of a simulation.
+
+    All but attention depends on the numbers of packed tokens and of ends, and is computed once for each. Attention of
+    decoding rows depends, without windows, on the sum of their contexts alone.
+    Raises :class:`RequestError` for devices that cannot share the model, or have no link to do it over.
+    """
+
+    def __init__(self, config: ModelConfig, machine: Machine, tp: int = 1) -> None:
+        self._shard = shard = Shard(config, machine, tp)
+        self._flops_per_s, self._tokens_per_s = tp * machine.peak, machine.bandwidth / shard.token_bytes
+        self._n_layers, self._launch_s = config.n_layers, config.n_layers * machine.launch_s
+
+        @cache
+        def body(tokens: int, phase: Phase) -> float:
+            return sum(op.seconds for op in shard.operators(tokens, 0, phase, None, paged=True))
+
+        @cache
+        def head(ends: int) -> float:
+            # The all-reduces are the body's: what the ends add to them is the last message.
+            return sum(op.seconds for op in (*shard.head(ends), *shard.messages(1, ends)[1:]))
+
+        self._body, self._head = body, head
+        self._body(1, "decode")  # what cannot be predicted is refused now
+
+    def seconds(self, rows: Rows, ends: int) -> float:
+        """Seconds of one step; rows and ends as in :func:`mixed_step`."""
+        tokens = sum(new for _, new in rows)
+        fixed = self._body(tokens, _phase(rows, tokens)) + self._head(ends)
+        if (curves := self._shard.curves) is not None:
+            return fixed + self._n_layers * curves.mixed_attention(rows)
+        return fixed + self._attention(*self._shard.mixed_work(rows))
+
+    def decoding(self, contexts: Sequence[int]) -> Iterator[float]:
+        """Seconds of one decode step after another, without end: each row holds one token more in each.
+
+        ``contexts`` are the tokens that the rows hold in the first of them, its new one included.
+        """
+        config, n = self._shard.config, len(contexts)
+        fixed = self._body(n, "decode") + self._head(n)
+        if (curves := self._shard.curves) is not None:
+            for total in count(sum(contexts), n):
+                yield fixed + config.n_layers * curves.paged(n, total / n)
+        pair, windows = pair_flops(config, absorbed=True), _windows(config)
+        if any(size < sys.maxsize for size, _ in windows):
+            for step in count():
+                seen = sum(_seen(windows, context + step) for context in contexts)
+                yield fixed + self._attention(pair * seen, seen)
+        for seen in count(config.n_layers * sum(contexts), config.n_layers * n):
+            yield fixed + self._attention(pair * seen, seen)
+
+    def _attention(self, flops: float, seen: int) -> float:
+        return max(flops / self._flops_per_s, seen / self._tokens_per_s) + self._launch_s
 
 
 # --- engines ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nanoinfer.calibrate import machine, operators
 from nanoinfer.calibrate.operators import measure_operators, this_machine
 from nanoinfer.models.attention import attend
 from nanoinfer.models.registry import load_model
-from nanoinfer.theory.parameters import head_matrix, layer_matrices
+from nanoinfer.theory.arithmetic import head_matrix, layer_matrices
 from nanoinfer.theory.roofline import decode_step, prefill_step
 
 

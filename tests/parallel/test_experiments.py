@@ -17,8 +17,8 @@ from nanoinfer.parallel.data_parallel import assign
 from nanoinfer.parallel.experiments import STRATEGIES, compare_strategies, time_products
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.theory import communication
+from nanoinfer.theory.arithmetic import layer_matrices, parameters
 from nanoinfer.theory.communication import sent_bytes
-from nanoinfer.theory.parameters import layer_matrices, parameters
 from tests.parallel import rank_results
 
 MODEL, CONFIG = "random:tiny-llama", SHAPES["tiny-llama"]

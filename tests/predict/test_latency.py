@@ -18,7 +18,7 @@ from nanoinfer.predict import latency, memory, target
 from nanoinfer.predict.options import FitOptions, PredictOptions
 from nanoinfer.show.text import si
 from nanoinfer.theory import arithmetic
-from nanoinfer.theory.parameters import parameters
+from nanoinfer.theory.arithmetic import parameters
 from nanoinfer.theory.roofline import Machine, cached_seconds
 from tests.predict.commands import lines, one_line, record, run
 

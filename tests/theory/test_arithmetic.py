@@ -212,7 +212,6 @@ def test_intensity_of_products() -> None:
     assert exact == pytest.approx(2 * 32 * 4096**2 / (2 * (4096**2 + 2 * 32 * 4096)))
     assert exact < a.gemm_intensity_small(32, 2)
     assert a.gemm_intensity(1, 10**6, 10**6, 2) == pytest.approx(1, rel=1e-5)
-    assert a.gemm_intensity(32, 4096, 4096, 2, weight_bytes_each=0.5) > 3 * exact
 
 
 def test_intensity_of_attention() -> None:
@@ -232,7 +231,6 @@ def test_intensity_of_whole_steps() -> None:
     weights = 2 * a.active_parameters(config)
     assert a.decode_bytes(config, 4, 100) == weights + 4 * 100 * 131_072
     assert a.decode_intensity(config, 4, 100) == 4 * a.decode_flops(config, 100) / (weights + 4 * 100 * 131_072)
-    assert a.decode_bytes(config, 4, 100, kv_dtype="float8") == weights + 4 * 100 * 65_536
     assert a.prefill_bytes(config, 1, 512) == weights + 512 * 131_072
     mixtral = from_hf(MODELS["Mixtral-8x7B"][0])
     assert a.decode_intensity(mixtral, 8, 100) < 8 * a.decode_intensity(mixtral, 1, 100) / 3

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nanoinfer.errors import RequestError
-from nanoinfer.theory.cost import Workload, joules_per_token, usd_per_mtok, usd_per_token
+from nanoinfer.theory.cost import Workload, joules_per_token, usd_per_mtok
 
 
 def test_three_dollars_an_hour_at_a_thousand_tokens_a_second() -> None:
-    assert usd_per_token(3, 1000) == pytest.approx(8.33e-7, rel=1e-3)
     assert usd_per_mtok(3, 1000) == pytest.approx(0.8333, rel=1e-3)
 
 

@@ -16,7 +16,7 @@ from nanoinfer.configs.config import MLA, SHAPES, ModelConfig, MoE, SlidingWindo
 from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import DeviceError, ModelError, RequestError
 from nanoinfer.theory import arithmetic as a
-from nanoinfer.theory.parameters import head_matrix, layer_matrices
+from nanoinfer.theory.arithmetic import head_matrix, layer_matrices
 from tests.examples import examples
 
 #: Small shapes with every option that a reader knows, written as Hugging Face's config classes take them.

@@ -14,25 +14,25 @@ from nanoinfer.errors import RequestError
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import BatchMeans
 from nanoinfer.simulate import Span, simulate
-from nanoinfer.theory.queueing import md1_wait, mg1_wait, mm1_wait
+from nanoinfer.theory.cost import mg1_wait
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem
 
 
 def test_waits_at_half_load() -> None:
     # M/M/1 waits a whole service, M/D/1 half of one.
-    assert mm1_wait(0.5, 2.0) == 2.0
-    assert md1_wait(0.5, 2.0) == 1.0
-    assert md1_wait(0.9, 1.0) == pytest.approx(4.5) and mm1_wait(0.9, 1.0) == pytest.approx(9.0)
-    assert md1_wait(0.0, 1.0) == 0.0
+    assert mg1_wait(0.5, 2.0, 1) == 2.0
+    assert mg1_wait(0.5, 2.0, 0) == 1.0
+    assert mg1_wait(0.9, 1.0, 0) == pytest.approx(4.5) and mg1_wait(0.9, 1.0, 1) == pytest.approx(9.0)
+    assert mg1_wait(0.0, 1.0, 0) == 0.0
     assert mg1_wait(0.5, 2.0, 4.0) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: md1_wait(1.0, 1.0), "load 1 never settles"),
-        (lambda: mm1_wait(-0.1, 1.0), "load must be at least 0, got -0.1"),
+        (lambda: mg1_wait(1.0, 1.0, 0), "load 1 never settles"),
+        (lambda: mg1_wait(-0.1, 1.0, 1), "load must be at least 0, got -0.1"),
         (lambda: mg1_wait(0.5, float("nan"), 0), "service_s must be at least 0, got nan"),
     ],
 )
@@ -74,9 +74,9 @@ def test_the_mean_wait_is_that_of_m_d_1(load: float) -> None:
             waits.add(trace.t_scheduled, trace.t_start - trace.t_scheduled)
     found = waits.mean(confidence=0.99)
     assert found.low is not None and found.high is not None
-    assert found.low <= md1_wait(load, 1.0) <= found.high
-    assert found.high - found.low < 0.5 * md1_wait(load, 1.0)  # an interval that says something
-    assert not found.low <= mm1_wait(load, 1.0) <= found.high
+    assert found.low <= mg1_wait(load, 1.0, 0) <= found.high
+    assert found.high - found.low < 0.5 * mg1_wait(load, 1.0, 0)  # an interval that says something
+    assert not found.low <= mg1_wait(load, 1.0, 1) <= found.high
 
 
 def test_the_mean_wait_is_that_of_m_m_1() -> None:
@@ -91,7 +91,7 @@ def test_the_mean_wait_is_that_of_m_m_1() -> None:
         waits.add(trace.t_scheduled, (trace.t_start or 0.0) - trace.t_scheduled)
     found = waits.mean(confidence=0.99)
     assert found.low is not None and found.high is not None
-    assert found.low <= mm1_wait(load, 1.0) <= found.high
+    assert found.low <= mg1_wait(load, 1.0, 1) <= found.high
 
 
 def test_littles_law_holds_exactly_over_a_whole_run() -> None:

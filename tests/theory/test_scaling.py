@@ -12,9 +12,8 @@ from nanoinfer.configs.huggingface import from_hf
 from nanoinfer.errors import RequestError
 from nanoinfer.theory import roofline
 from nanoinfer.theory.communication import Network
-from nanoinfer.theory.parallel import ParallelConfig, decode_step
+from nanoinfer.theory.parallel import DIMENSIONS, DOUBLINGS, ParallelConfig, decode_step, scale
 from nanoinfer.theory.roofline import Machine
-from nanoinfer.theory.scaling import DIMENSIONS, DOUBLINGS, scale
 
 LLAMA = SHAPES["llama-3.1-8b"]
 BIG = replace(from_hf(MODELS["Llama-3-70B"][0], "Llama-3-70B"), context=131_072)
@@ -77,11 +76,3 @@ def test_experts_need_many_devices() -> None:
     assert found.best_latency().split.ep >= fitting[0]
     with pytest.raises(RequestError, match="ep 2 spreads experts and this model has none"):
         scale(LLAMA, H100, 80e9, "ep")
-
-
-def test_rows_for_each_device_keep_it_busy() -> None:
-    """The same work for all, and as much more work as there are devices."""
-    same, more = (scale(BIG, H100, 80e9, "tp", batch=8, rows_per_device=each) for each in (False, True))
-    assert [p.rows for p in same.points] == [8] * 7
-    assert [p.rows for p in more.points] == [8 * p.split.tp for p in more.points]
-    assert more.points[-1].tokens_per_s > 8 * same.points[-1].tokens_per_s
