@@ -175,16 +175,11 @@ def of_run(record: Mapping[str, Any]) -> dict[str, tuple[str, Rows]]:
 
 def definitions(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and definition of everything the tables show."""
-    for name, title in NAMES.items():
-        yield title, record["latency"][name]["definition"]
-    for key, title in RATES.items():
-        yield title, record["rates"][key]["definition"]
-    yield "requests in flight, mean", record["concurrency"]["definition"]
-    if (law := record["concurrency"]["little"]) is not None:
-        yield "Little", law["definition"]
-    if record["goodput"]:
-        yield "goodput", record["goodput"]["definition"]
-    yield "event loop late", record["client"]["loop_stalls"]["definition"]
+    named = [(title, record["latency"][name]) for name, title in NAMES.items()]
+    named += [(title, record["rates"][key]) for key, title in RATES.items()]
+    named += [("requests in flight, mean", record["concurrency"]), ("Little", record["concurrency"]["little"])]
+    named += [("goodput", record["goodput"]), ("event loop late", record["client"]["loop_stalls"])]
+    return ((title, figure["definition"]) for title, figure in named if figure)
 
 
 def show_parts(console: Console, *parts: Rows | str) -> None:

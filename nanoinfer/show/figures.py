@@ -27,6 +27,7 @@ from nanoinfer.show.outputs import Cell, Html
 from nanoinfer.show.outputs import table as html_table
 
 CSS_PIXELS_PER_INCH = 96
+DPI = 2 * CSS_PIXELS_PER_INCH
 # A page stays under 1.5 MB with some eight figures drawn twice; a crowded drawing is smaller as a PNG.
 SVG_LIMIT = 60_000  # characters of the data URI
 SHORTEST_ALT = 20
@@ -82,25 +83,6 @@ def _rc(theme: Theme) -> dict[Any, Any]:
     }
 
 
-def render(draw: Callable[[Axes], object], theme: Theme, size: tuple[float, float], kind: str, smoke: bool) -> bytes:
-    """Draw once, under one theme: the bytes of an ``"svg"``, or of a ``"png"`` of double resolution."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_rc(theme))
-        # No pyplot: it would keep the figure alive and let the notebook show it a second time.
-        picture = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(picture)
-        axes = picture.add_subplot()
-        draw(axes)
-        if smoke:
-            stamp: dict[str, Any] = {"rotation": 20, "alpha": 0.6, "fontsize": 26, "ha": "center", "va": "center"}
-            picture.text(0.5, 0.5, "smoke run: no measurement", **stamp)
-        out = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        picture.savefig(out, format=kind, dpi=2 * CSS_PIXELS_PER_INCH, metadata=metadata)
-        return out.getvalue()
-
-
 def figure(
     draw: Callable[[Axes], object],
     *,
@@ -134,24 +116,37 @@ def figure(
 
 
 def _image(draw: Callable[[Axes], object], theme: Theme, alt: str, size: tuple[float, float], smoke: bool) -> str:
-    uri = _svg_uri(render(draw, theme, size, "svg", smoke))
-    if len(uri) > SVG_LIMIT:
-        uri = _png_uri(render(draw, theme, size, "png", smoke))
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_rc(theme))
+        # No pyplot: it would keep the figure alive and let the notebook show it a second time.
+        picture = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(picture)
+        draw(picture.add_subplot())
+        if smoke:
+            stamp: dict[str, Any] = {"rotation": 20, "alpha": 0.6, "fontsize": 26, "ha": "center", "va": "center"}
+            picture.text(0.5, 0.5, "smoke run: no measurement", **stamp)
+        uri = _svg_uri(picture)
+        if len(uri) > SVG_LIMIT:
+            uri = _png_uri(picture)
     width, height = (round(inches * CSS_PIXELS_PER_INCH) for inches in size)
     # Without any style sheet the light one shows alone.
     hidden = "" if theme is LIGHT else ' style="display:none"'
     return f'<img class="only-{theme.name}"{hidden} src="{uri}" alt="{escape(alt)}" width="{width}" height="{height}">'
 
 
-def _svg_uri(data: bytes) -> str:
+def _svg_uri(picture: Figure) -> str:
     """The drawing alone, percent-encoded: smaller than base64, and it compresses on its way to the reader."""
-    text = re.sub(r"<!--.*?-->|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", data.decode(), flags=re.DOTALL)
+    out = io.StringIO()
+    picture.savefig(out, format="svg", dpi=DPI, metadata={"Date": None})
+    text = re.sub(r"<!--.*?-->|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", out.getvalue(), flags=re.DOTALL)
     text = re.sub(r'="([^"\']*)"', r"='\1'", re.sub(r"\s*\n\s*", " ", text))
     return "data:image/svg+xml," + quote(text, safe=" /:;=,'()!*@?+-._~")
 
 
-def _png_uri(data: bytes) -> str:
+def _png_uri(picture: Figure) -> str:
     """A drawing has few colours: a palette makes the file three times smaller."""
-    out = io.BytesIO()
-    Image.open(io.BytesIO(data)).convert("RGB").quantize(128).save(out, "png", optimize=True)
+    drawn, out = io.BytesIO(), io.BytesIO()
+    picture.savefig(drawn, format="png", dpi=DPI)
+    Image.open(drawn).convert("RGB").quantize(128).save(out, "png", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode('ascii')}"

@@ -131,32 +131,8 @@ def _cell(tag: str, text: str, right: bool) -> str:
 # --- live controls ------------------------------------------------------------------------
 
 
-class Control:
-    """What a reader sets. A :class:`NanoinferError` where it starts at what cannot be."""
-
-    label: str
-    value: Any
-
-    @property
-    def start(self) -> Any:
-        """The value of the first run."""
-        return self.value
-
-    def widget(self) -> Any:
-        """The control as an ipywidget."""
-        import ipywidgets
-
-        name, more = self.kind()
-        style = {"description_width": "initial"}
-        return getattr(ipywidgets, name)(value=self.start, description=self.label, style=style, **more)
-
-    def kind(self) -> tuple[str, dict[str, Any]]:
-        """The name of the class in ``ipywidgets``, and its own arguments."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Choice(Control):
+@dataclass
+class Choice:
     """A drop-down list; starts at ``value`` or at the first option."""
 
     label: str
@@ -164,19 +140,18 @@ class Choice(Control):
     value: str | int | float | None = None
 
     def __post_init__(self) -> None:
-        if self.start not in self.options:
+        if self.value is None and self.options:
+            self.value = self.options[0]
+        if self.value not in self.options:
             raise NanoinferError(f"control '{self.label}': {self.value!r} is not one of {list(self.options)}")
 
-    @property
-    def start(self) -> str | int | float | None:
-        return next(iter(self.options), None) if self.value is None else self.value
-
-    def kind(self) -> tuple[str, dict[str, Any]]:
-        return "Dropdown", {"options": list(self.options)}
+    def widget(self) -> Any:
+        """As an ipywidget."""
+        return _widget("Dropdown", self, options=list(self.options))
 
 
-@dataclass(frozen=True)
-class Slider(Control):
+@dataclass
+class Slider:
     """A slider from ``low`` to ``high``, inclusive; over whole numbers if all its numbers are."""
 
     label: str
@@ -188,21 +163,34 @@ class Slider(Control):
     def __post_init__(self) -> None:
         check(f"control '{self.label}'", self.value, at_least=self.low, at_most=self.high, error=NanoinferError)
 
-    def kind(self) -> tuple[str, dict[str, Any]]:
+    def widget(self) -> Any:
+        """As an ipywidget."""
         whole = all(isinstance(number, int) for number in (self.low, self.high, self.value, self.step))
-        limits = {"min": self.low, "max": self.high, "step": self.step}
-        return "IntSlider" if whole else "FloatSlider", limits
+        name = "IntSlider" if whole else "FloatSlider"
+        return _widget(name, self, min=self.low, max=self.high, step=self.step)
 
 
-@dataclass(frozen=True)
-class TextEntry(Control):
+@dataclass
+class TextEntry:
     """A line of text, for instance a prompt."""
 
     label: str
     value: str
 
-    def kind(self) -> tuple[str, dict[str, Any]]:
-        return "Text", {"continuous_update": False, "layout": {"width": "95%"}}
+    def widget(self) -> Any:
+        """As an ipywidget."""
+        return _widget("Text", self, continuous_update=False, layout={"width": "95%"})
+
+
+#: What a reader sets, from its ``value`` on; a :class:`NanoinferError` where that cannot be.
+Control = Choice | Slider | TextEntry
+
+
+def _widget(name: str, control: Control, **more: Any) -> Any:
+    import ipywidgets
+
+    style = {"description_width": "initial"}
+    return getattr(ipywidgets, name)(value=control.value, description=control.label, style=style, **more)
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,7 +213,7 @@ def panel(controls: Mapping[str, Control], run: Callable[..., Html]) -> Panel:
     ``run`` takes the values by the controls' names and returns a :func:`figure` or :func:`table`. Its errors stop the
     chapter in the first run; later a :class:`NanoinferError` shows as one line under the controls.
     """
-    still = run(**{name: control.start for name, control in controls.items()})
+    still = run(**{name: control.value for name, control in controls.items()})
     return Panel(still, live_box(controls, run, still) if _has_kernel() else None)
 
 
