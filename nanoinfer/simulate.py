@@ -17,26 +17,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from nanoinfer.engines.scheduler import Scheduler, SequenceState, StepPlan
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
 from nanoinfer.theory.curves import Rows
+from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.items import WorkItem
 
 #: Ends of steps that are kept before those that no active request needs any more are dropped.
 KEPT_ENDS: Final = 4096
-
-
-class StepTimeModel(Protocol):
-    """How long steps take, in seconds; :class:`nanoinfer.theory.roofline.StepTimes` is one."""
-
-    def seconds(self, rows: Rows, ends: int) -> float:
-        """Of a step: tokens that each row has in the cache, and new ones; rows that get a token from it."""
-
-    def decoding(self, contexts: Sequence[int]) -> Iterator[float]:
-        """Of decode steps without end: tokens that the rows hold in the first of them, its new one included."""
 
 
 class Span(NamedTuple):
@@ -61,14 +52,14 @@ class _Request:
 def simulate(
     work: Iterable[WorkItem],
     scheduler: Scheduler,
-    times: StepTimeModel | Callable[[Rows, int], float],
+    times: StepTimes | Callable[[Rows, int], float],
     on_span: Callable[[Span], None] | None = None,
 ) -> Iterator[Trace]:
     """Serve the work on a computed clock that starts at 0; yield a trace whenever a request ends.
 
     ``work`` comes in order of ``at`` and is taken as the clock gets there; each request ends after its ``output``
     tokens. ``scheduler`` has no requests yet. Where ``times`` is a function of rows and ends, as
-    :meth:`StepTimeModel.seconds`, every step is planned, none jumped over. ``on_span`` is called after each step or
+    :meth:`StepTimes.seconds`, every step is planned, none jumped over. ``on_span`` is called after each step or
     jump. Raises :class:`RequestError`, when its turn comes, for work that can never fit or is out of order.
     """
     simulation = _Simulation(iter(work), scheduler, times)
@@ -106,7 +97,7 @@ def sequence_of(work: WorkItem) -> SequenceState:
 
 class _Simulation:
     def __init__(
-        self, work: Iterator[WorkItem], scheduler: Scheduler, times: StepTimeModel | Callable[[Rows, int], float]
+        self, work: Iterator[WorkItem], scheduler: Scheduler, times: StepTimes | Callable[[Rows, int], float]
     ) -> None:
         self.scheduler = scheduler
         self.model = None if callable(times) else times

@@ -139,8 +139,11 @@ def spans(plan: StepPlan) -> list[tuple[int, int]]:
 # --- jumps ------------------------------------------------------------------------------
 
 
-class ByRows:
+class ByRows(StepTimes):
     """Every row's context and every new token cost time: no two steps take equally long."""
+
+    def __init__(self) -> None:
+        """Without a model and a machine."""
 
     def seconds(self, rows: Sequence[tuple[int, int]], ends: int) -> float:
         return 1 + sum(0.01 * old + 0.1 * new for old, new in rows) + 0.001 * ends

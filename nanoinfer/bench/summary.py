@@ -122,7 +122,6 @@ class WindowScores:
         self.width = end - start
         self.figures, self.verdicts = figures, verdicts
         self.metrics = {name: metrics.metric_named(name) for name in dict.fromkeys([*METRICS, *self.slo])}
-        self.undefined = dict.fromkeys(figures, 0)
         self.broken_by = dict.fromkeys(self.slo, 0)
         self.due = self.warmup = self.late = self.failed = self.good = self.excluded = self.good_tokens = 0
         self.output_tokens = 0
@@ -159,10 +158,8 @@ class WindowScores:
             self.verdicts.add(t, 0.0)
             return
         values = {name: metric(trace) for name, metric in self.metrics.items()}
-        for name in [name for name in METRICS if name in self.figures]:
-            if (value := values[name]) is None:
-                self.undefined[name] += 1
-            else:
+        for name in METRICS:
+            if name in self.figures and (value := values[name]) is not None:
                 self.figures[name].add(t, value)
         for name in GAPS.keys() & self.figures.keys():
             for value, n in GAPS[name](trace):
@@ -234,8 +231,9 @@ def rate(key: str, value: float | None) -> dict[str, Any]:
     return {"definition": DEFINITIONS[definition], "unit": unit, "value": value}
 
 
-def wilson(good: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(good: int, n: int) -> tuple[float, float]:
     """The 95% score interval of a share (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927): sound at 0 and 1 too."""
+    z = 1.96
     share, spread = good / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
@@ -305,7 +303,7 @@ def _run_figure(name: str, scores: WindowScores, values: SampleList) -> dict[str
     adjusted = [*values, *[math.inf] * scores.failed]
     tails = {f"p{q:g}": sorted_percentile(adjusted, q) if adjusted else None for q in at}
     return record | {
-        "undefined": scores.undefined[name],
+        "undefined": scores.due - scores.failed - s.n,
         "failed": scores.failed,
         "adjusted": {q: "inf" if value == math.inf else value for q, value in tails.items()},  # JSON has no infinity
     }
@@ -463,7 +461,7 @@ class SimulationScores(WindowScores):
         record["intervals"] = {"mean": (mean.low, mean.high), **record["intervals"]}
         least = min(n, self.due)  # the gaps of one request count as no more than it
         return record | {
-            "undefined": self.undefined[name],
+            "undefined": self.due - self.failed - n if name in METRICS else 0,
             "too_small": [f"p{q:g}" for q in TAILS if least < least_n(q)],
             "bins": batches.resolution or None,
         }

@@ -15,6 +15,7 @@ from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import BatchMeans
 from nanoinfer.simulate import Span, simulate
 from nanoinfer.theory.cost import mg1_wait
+from nanoinfer.theory.roofline import StepTimes
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem
 
@@ -44,7 +45,7 @@ def test_what_has_no_answer_is_refused(call: object, says: str) -> None:
 # --- the virtual clock as a queue ------------------------------------------------------
 
 
-class Fixed:
+class Fixed(StepTimes):
     """Every step takes as long."""
 
     def __init__(self, step_s: float) -> None:
