@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, Literal
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import DeviceError, RequestError, check, nearest
@@ -147,11 +147,8 @@ def position_parameters(config: ModelConfig) -> int:
 @cache
 def parameters(config: ModelConfig) -> int:
     """All parameters; a tied head is the embedding and is counted once."""
-    layers = sum(
-        vectors(config, i) + sum(m.copies * m.size for m in layer_matrices(config, i)) for i in range(config.n_layers)
-    )
     embeddings = head_matrix(config).size * (1 if config.tied else 2)
-    return embeddings + position_parameters(config) + layers + norm_parameters(config)
+    return embeddings + position_parameters(config) + norm_parameters(config) + _in_layers(config, "copies")
 
 
 @cache
@@ -160,10 +157,13 @@ def active_parameters(config: ModelConfig) -> int:
 
     Learned positions and an untied input embedding are looked up, so left out. Of the experts, ``top_k`` count.
     """
-    layers = sum(
-        vectors(config, i) + sum(m.used * m.size for m in layer_matrices(config, i)) for i in range(config.n_layers)
-    )
-    return layers + norm_parameters(config) + head_matrix(config).size
+    return head_matrix(config).size + norm_parameters(config) + _in_layers(config, "used")
+
+
+def _in_layers(config: ModelConfig, number: Literal["copies", "used"]) -> int:
+    layers = range(config.n_layers)
+    matrices: int = sum(getattr(m, number) * m.size for layer in layers for m in layer_matrices(config, layer))
+    return matrices + sum(vectors(config, layer) for layer in layers)
 
 
 def experts_touched(n_experts: int, top_k: int, tokens: int) -> float:
@@ -347,8 +347,7 @@ def activation_bytes(
 ) -> int:
     """Most bytes that tensors of one forward pass over ``[batch, tokens]`` hold at once, weights and cache left out.
 
-    The largest of three moments, in numbers per token (eager PyTorch as in :mod:`nanoinfer.models`; attention that
-    does not write its scores); rotary models hold ``d_h`` of sines and cosines throughout:
+    The largest of three moments, in numbers per token; rotary models hold ``d_h`` of sines and cosines throughout:
 
     - attention: input and norm ``2 d``, queries ``n_q d_h``, keys and values ``2 n_kv d_h``, both repeated for
       grouped queries ``2 n_q d_h`` (prefill only), output ``n_q d_h``, then its copy (prefill) or projection ``d``;
@@ -356,8 +355,7 @@ def activation_bytes(
       up and product ``3 f``; with experts ``3 (k d_expert + d_shared)``;
     - head: the last norm ``d`` and the logits ``V``, of the last position alone with ``last_only``.
 
-    Equal to what PyTorch's tensors take for the models that run here (masks, a few bytes, left out); for the others
-    the same account, unchecked.
+    Equal to what PyTorch's tensors take, masks left out, for the models that run here; for others unchecked.
     """
     check_sizes(batch=batch, tokens=tokens)
     d, gpt2, one_token = config.d_model, config.family == "gpt2", tokens == 1

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from nanoinfer.configs.config import ModelConfig
 from nanoinfer.errors import RequestError, check
-from nanoinfer.theory import arithmetic
-from nanoinfer.theory.arithmetic import check_sizes
+from nanoinfer.theory.arithmetic import activation_bytes, check_sizes, kv_bytes, kv_bytes_per_token, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,10 @@ def where_bytes_go(
     """
     check_sizes(batch=batch, context=context, tp=tp, block=block)
     share = kv_share(config, tp)
-    kv = arithmetic.kv_bytes(config, batch, context, dtype) * share
-    whole = arithmetic.kv_bytes(config, batch, math.ceil(context / block) * block, dtype) * share
-    activations = arithmetic.activation_bytes(config, batch, 1, dtype=dtype)
-    return Bytes(arithmetic.weight_bytes(config, dtype) / tp, kv, activations, whole - kv)
+    kv = kv_bytes(config, batch, context, dtype) * share
+    whole = kv_bytes(config, batch, math.ceil(context / block) * block, dtype) * share
+    activations = activation_bytes(config, batch, 1, dtype=dtype)
+    return Bytes(weight_bytes(config, dtype) / tp, kv, activations, whole - kv)
 
 
 def fit(
@@ -106,7 +105,7 @@ def fit(
         raise RequestError(f"context {context} is beyond the model's {config.context}")
     check("utilisation", utilisation, above=0, at_most=1)
     usable = memory * utilisation
-    weights = arithmetic.weight_bytes(config, dtype) / tp
+    weights = weight_bytes(config, dtype) / tp
     if weights >= usable:
         least = math.ceil(weights * tp / usable)
         devices = next((n for n in range(least, config.n_heads + 1) if divides(config, n)), least)
@@ -120,7 +119,7 @@ def fit(
 
     batch = largest(lambda n: total(n, context) <= usable, 2**40)
     longest = largest(lambda n: total(1, n) <= usable, config.context)
-    per_block = arithmetic.kv_bytes_per_token(config, dtype) * kv_share(config, tp) * block
+    per_block = kv_bytes_per_token(config, dtype) * kv_share(config, tp) * block
     blocks = int((usable - weights) // per_block)
     limit = "the model's context" if longest == config.context and batch else "memory for the KV cache"
     used = where_bytes_go(config, max(batch, 1), context, dtype, tp=tp, block=block)

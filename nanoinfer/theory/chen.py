@@ -44,41 +44,10 @@ GOPHER: Final = Shape(80, 16_384)
 P52, P260 = 52e9, 260e9
 
 
-def parameters(shape: Shape) -> int:
-    """``12 L d^2 + V d``: attention's four matrices, the MLP's two of four times the width, one embedding."""
-    return 12 * shape.layers * shape.d**2 + shape.vocabulary * shape.d
-
-
-def kv_flops(shape: Shape) -> int:
-    """FLOPs to compute one token's keys and values in all layers: ``2 * 2 L d^2``."""
-    return 2 * 2 * shape.layers * shape.d**2
-
-
-def layer_flops(d: int) -> int:
-    """FLOPs of one layer's matrices for one token: ``24 d^2`` (q, k, v ``6``, output ``2``, MLP ``16``)."""
-    return 24 * d**2
-
-
-def tokens_for_free(gpu: Accelerator) -> float:
-    """Tokens that compute in the time it takes to read the weights once, at 2 bytes and 2 FLOPs a weight."""
-    return gpu.flops / gpu.bandwidth
-
-
-def weights_time(parameters: float, n: int, gpu: Accelerator = A100) -> float:
+def weights_time(parameters: float, n: int) -> float:
     """Seconds to read 16-bit weights once, split over ``n`` GPUs."""
     check_sizes(n=n)
-    return WEIGHT_BYTES * parameters / (n * gpu.bandwidth)
-
-
-def kv_bytes_per_token(shape: Shape) -> int:
-    """Bytes of a token's keys and values in 16 bits: ``2 * 2 L d``."""
-    return 2 * WEIGHT_BYTES * shape.layers * shape.d
-
-
-def tokens_that_fit(shape: Shape, parameters: float, n: int, gpu: Accelerator = A100) -> float:
-    """Tokens whose cache fits next to the weights on ``n`` GPUs."""
-    check_sizes(n=n)
-    return (n * gpu.memory - WEIGHT_BYTES * parameters) / kv_bytes_per_token(shape)
+    return WEIGHT_BYTES * parameters / (n * A100.bandwidth)
 
 
 def communication(d: int, n: int) -> float:
@@ -87,22 +56,19 @@ def communication(d: int, n: int) -> float:
     return 4 * (n - 1) * d / n
 
 
-def small_batch_latency(shape: Shape, parameters: float, n: int, gpu: Accelerator = A100) -> tuple[float, float]:
+def small_batch_latency(shape: Shape, parameters: float, n: int) -> tuple[float, float]:
     """Seconds of (weights, messages) for one token: ``2 P / (n BW)`` and ``4 L`` messages; none on a single GPU."""
-    messages = 4 * shape.layers * gpu.message if n > 1 else 0.0
-    return weights_time(parameters, n, gpu), messages
+    return weights_time(parameters, n), 4 * shape.layers * A100.message if n > 1 else 0.0
 
 
-def large_batch_latency(
-    shape: Shape, parameters: float, n: int, batch: int, gpu: Accelerator = A100
-) -> tuple[float, float]:
+def large_batch_latency(shape: Shape, parameters: float, n: int, batch: int) -> tuple[float, float]:
     """Seconds of (compute, communication) for one token of each row: ``B 2 P / (n C)``, ``B 2 L 4 d / link``.
 
     The ``2`` of the second is bytes per number. The slower one counts where the two overlap.
     """
     check_sizes(n=n, batch=batch)
-    compute = batch * 2 * parameters / (n * gpu.flops)
-    return compute, batch * WEIGHT_BYTES * shape.layers * 4 * shape.d / gpu.link
+    compute = batch * 2 * parameters / (n * A100.flops)
+    return compute, batch * WEIGHT_BYTES * shape.layers * 4 * shape.d / A100.link
 
 
 def flops_per_number_sent(d: int) -> dict[str, int]:
@@ -133,35 +99,38 @@ class Figure:
 
 def figures() -> tuple[Figure, ...]:
     """Every number that the article prints on its way, in its order."""
-    matrices = 12 * B52.layers * B52.d**2
+    n_layers, d = B52.layers, B52.d
+    matrices = 12 * n_layers * d**2  # attention's four, the MLP's two of four times the width
+    token = 2 * WEIGHT_BYTES * n_layers * d  # bytes of its keys and values
+    free = A100.flops / A100.bandwidth  # tokens that compute while the weights are read, 2 bytes and 2 FLOPs each
     small, messages = small_batch_latency(GOPHER, P260, 16)
     large, volume = large_batch_latency(GOPHER, P260, 16, 512)
     exercise, exercise_volume = large_batch_latency(B52, P52, 4, 256)
+    room3, room4 = (n * A100.memory - WEIGHT_BYTES * P52 for n in (3, 4))
     rounding = "56/0.002 is 28,000; with the exact bytes per token 26,703"
     numbers = "called bytes, but counts numbers of two bytes each"
     factor = "written 2*4*L*8us, evaluated as 4*L*8us: the factor is 4"
+    goes_on = "the sentence goes on with 62 ms for the 53"
     unscaled = "0.43*8/64 leaves the other 57% unscaled: 8.6% of the whole"
     upside_down = "written as bandwidth over FLOP/s, which is 0.0048; the 208 is FLOP/s over bandwidth"
     return (
-        Figure("k and v of a token, 52B", kv_flops(B52), 17_179_869_184, "FLOP"),
-        Figure("tokens for free, A100", tokens_for_free(A100), 208, "tokens"),
+        Figure("k and v of a token, 52B", 2 * 2 * n_layers * d**2, 17_179_869_184, "FLOP"),
+        Figure("tokens for free, A100", free, 208, "tokens"),
         Figure("weights, one GPU", 1e3 * weights_time(matrices, 1), 69, "ms"),
         Figure("weights, four GPUs", 1e3 * weights_time(matrices, 4), 17, "ms"),
-        Figure("parameters, 52B", parameters(B52), 52e9, "parameters"),
+        Figure("parameters, 52B", matrices + B52.vocabulary * d, 52e9, "parameters"),
         Figure("weights in memory", WEIGHT_BYTES * P52 / 1e9, 104, "GB", "52e12 is written for 52e9 parameters"),
-        Figure("cache per token", kv_bytes_per_token(B52), 2_097_152, "B"),
-        Figure("tokens that fit, three GPUs", tokens_that_fit(B52, P52, 3), 8000, "tokens", "rounded from 7,629"),
-        Figure("tokens that fit, four GPUs", tokens_that_fit(B52, P52, 4), 23_000, "tokens", rounding),
-        Figure("sent per token and layer, d 8192, four GPUs", communication(B52.d, 4), 3 * B52.d, "numbers", numbers),
+        Figure("cache per token", token, 2_097_152, "B"),
+        Figure("tokens that fit, three GPUs", room3 / token, 8000, "tokens", "rounded from 7,629"),
+        Figure("tokens that fit, four GPUs", room4 / token, 23_000, "tokens", rounding),
+        Figure("sent per token and layer, d 8192, four GPUs", communication(d, 4), 3 * d, "numbers", numbers),
         Figure("small batch, 260B on 16: weights", 1e3 * small, 22, "ms"),
         Figure("small batch, 260B on 16: messages", 1e3 * messages, 3, "ms", factor),
-        Figure(
-            "large batch 512, 260B on 16: compute", 1e3 * large, 53, "ms", "the sentence goes on with 62 ms for the 53"
-        ),
+        Figure("large batch 512, 260B on 16: compute", 1e3 * large, 53, "ms", goes_on),
         Figure("large batch 512, 260B on 16: communication", 1e3 * volume, 18, "ms"),
-        Figure("batch where compute takes over", tokens_for_free(A100), 208, "tokens", upside_down),
+        Figure("batch where compute takes over", free, 208, "tokens", upside_down),
         Figure("FLOPs per byte of link, A100", A100.flops / A100.link, 1040, "FLOP/B"),
-        Figure("products per token, 52B", B52.layers * layer_flops(B52.d), 103_079_215_104, "FLOP"),
+        Figure("products per token, 52B", 2 * matrices, 103_079_215_104, "FLOP"),
         Figure("intermediates, 52B", 100 * intermediates_share(0.43, 1024, 8192), 5, "%", unscaled),
         Figure("13B, one GPU: weights", 1e3 * weights_time(12 * 40 * 5120**2, 1), 16.8, "ms"),
         Figure("13B, two GPUs: weights", 1e3 * weights_time(12 * 40 * 5120**2, 2), 8.4, "ms"),

@@ -77,11 +77,6 @@ def sent_bytes(traffic: Iterable[Traffic]) -> float:
     return sum(part.sent for part in traffic)
 
 
-def seconds(traffic: Iterable[Traffic], alpha: float, bandwidth: float) -> float:
-    """One call after the other: ``alpha`` seconds each, however small, and bytes over ``bandwidth`` bytes/s."""
-    return sum(part.calls * alpha + part.sent / bandwidth for part in traffic)
-
-
 @dataclass(frozen=True)
 class Network:
     """The links of one kind of server: a fast one between its devices, a slow one to other servers.

@@ -35,40 +35,35 @@ class Source:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices; ``gbs_one_way`` in GB/s per device and direction.
-
-    ``latency_us`` is alpha in microseconds per ALL-REDUCE of a small message, one whole collective call with its
-    launch (Chen counts four messages a layer, here it is two calls); of a link ``between_servers`` that of two
-    servers. No vendor publishes it: measure it where there are several ranks.
-    """
+    """A link between devices."""
 
     name: str
-    gbs_one_way: float
+    gbs_one_way: float  # GB/s per device and direction
     source: Source
+    #: Alpha: microseconds per ALL-REDUCE of a small message, one whole collective call with its launch (Chen counts
+    #: four messages a layer, here it is two calls). No vendor publishes it: measure it where there are several ranks.
     latency_us: float = ALPHA_US
     note: str = ""
     aliases: tuple[str, ...] = ()
-    between_servers: bool = False
+    between_servers: bool = False  # alpha is then that of two servers
 
 
 @dataclass(frozen=True)
 class Device:
     """One device as its vendor describes it; units and meanings as ``devices.toml`` states them.
 
-    ``kind`` ``gpu`` is any accelerator driven like one. A dtype that is missing from the rates has no unit on the
-    device, a ``None`` no published figure. ``link`` is the interconnect to devices of the same kind (``None``: only
-    through the host).
+    A dtype that is missing from the rates has no unit on the device, a ``None`` no published figure.
     """
 
     name: str
     vendor: str
-    kind: Literal["gpu", "tpu", "cpu"]
+    kind: Literal["gpu", "tpu", "cpu"]  # gpu: any accelerator driven like one
     memory_gb: float
     bandwidth_gbs: float
     dense_tflops: Rates = field(hash=False)
     source: Source
     sparse_tflops: Rates = field(default_factory=dict, hash=False)
-    link: Link | None = None
+    link: Link | None = None  # to devices of the same kind; None: only through the host
     watts: float | None = None
     note: str = ""
     aliases: tuple[str, ...] = ()
@@ -83,7 +78,7 @@ def read_links(data: Mapping[str, Any]) -> dict[str, Link]:
     """The links of a file such as ``devices.toml``, by name. Raises as :func:`read_devices` does."""
     links = {}
     for name, row in data["links"].items():
-        link = Link(**{**row, **_common(name, row, data["sources"])})
+        link = Link(**row | _common(name, row, data["sources"]))
         check(f"gbs_one_way of {name}", link.gbs_one_way, above=0, error=DeviceError)
         check(f"latency_us of {name}", link.latency_us, at_least=0, error=DeviceError)
         links[name] = link
@@ -93,20 +88,18 @@ def read_links(data: Mapping[str, Any]) -> dict[str, Link]:
 def read_devices(data: Mapping[str, Any], links: Mapping[str, Link]) -> dict[str, Device]:
     """The devices of a file such as ``devices.toml``, by name.
 
-    Raises:
-        DeviceError: a figure that is not a number above 0, or an unknown dtype.
-        KeyError, TypeError: a source or link that is not in the file, a field that is unknown or missing.
+    Raises :class:`DeviceError` for a figure that is not a number above 0 and for an unknown dtype, KeyError and
+    TypeError for a source or link that is not in the file and for a field that is unknown or missing.
     """
     devices = {}
     for name, row in data["devices"].items():
-        board = {"kind": "gpu", **row["board"]}
-        link = links[board["link"]] if "link" in board else None
-        rates = {kind: _rates(name, row.get(kind, {})) for kind in ("dense_tflops", "sparse_tflops")}
-        rest = {key: value for key, value in row.items() if key != "board"}
-        device = Device(**{**board, **rest, **rates, **_common(name, {**board, **rest}, data["sources"]), "link": link})
-        for figure in ("memory_gb", "bandwidth_gbs", *(("watts",) if "watts" in board else ())):
-            check(f"{figure} of {name}", getattr(device, figure), above=0, error=DeviceError)
-        devices[name] = device
+        given = {"kind": "gpu"} | row["board"] | {key: value for key, value in row.items() if key != "board"}
+        given |= {rates: _rates(name, row.get(rates, {})) for rates in ("dense_tflops", "sparse_tflops")}
+        given["link"] = links[given["link"]] if "link" in given else None
+        device = devices[name] = Device(**given | _common(name, given, data["sources"]))
+        for figure in ("memory_gb", "bandwidth_gbs", "watts"):
+            if figure in given:
+                check(f"{figure} of {name}", getattr(device, figure), above=0, error=DeviceError)
     return devices
 
 
@@ -124,32 +117,10 @@ def _rates(name: str, row: Mapping[str, float | str]) -> Rates:
     return {dtype: None if isinstance(value, str) else value for dtype, value in row.items()}
 
 
-_DATA: Final = read_toml("devices")
-#: Every link and device known, by its name.
-LINKS: Final = read_links(_DATA)
-DEVICES: Final = read_devices(_DATA, LINKS)
-
-#: torch's and colloquial names of a datasheet's dtypes.
-_DTYPE_ALIASES: Final = {
-    "float32": "fp32",
-    "float": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float8": "fp8",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-    "i8": "int8",
-    "float4": "fp4",
-    "nvfp4": "fp4",
-    "mxfp4": "fp4",
-}
-_MAKERS: Final = r"\b(nvidia|geforce|tesla|amd|instinct|apple|google|cloud|intel|habana|chip)\b"
-
-
 def _key(name: str) -> str:
     """``"NVIDIA A100-SXM4-80GB"`` -> ``"a100sxm480gb"``: case, maker and punctuation do not matter."""
-    return re.sub(r"[^a-z0-9+]", "", re.sub(_MAKERS, "", name.lower().replace("_", " ")))
+    makers = r"\b(nvidia|geforce|tesla|amd|instinct|apple|google|cloud|intel|habana|chip)\b"
+    return re.sub(r"[^a-z0-9+]", "", re.sub(makers, "", name.lower().replace("_", " ")))
 
 
 def _by_key(rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -162,29 +133,42 @@ def _by_key(rows: Mapping[str, Row]) -> dict[str, Row]:
     return found
 
 
-_DEVICES_BY_KEY: Final = _by_key(DEVICES)
+_DATA: Final = read_toml("devices")
+#: Every link and device known, by its name.
+LINKS: Final = read_links(_DATA)
+DEVICES: Final = read_devices(_DATA, LINKS)
 _LINKS_BY_KEY: Final = _by_key(LINKS)
+_DEVICES_BY_KEY: Final = _by_key(DEVICES)
+#: torch's and colloquial names of a datasheet's dtypes.
+_DTYPE_ALIASES: Final = {
+    **dict.fromkeys(("float32", "float"), "fp32"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("float16", "half"), "fp16"),
+    **dict.fromkeys(("float8", "float8_e4m3fn", "float8_e5m2"), "fp8"),
+    "i8": "int8",
+    **dict.fromkeys(("float4", "nvfp4", "mxfp4"), "fp4"),
+}
 
 
 def device(name: str) -> Device:
     """The device of that name, in any case, with or without its maker; the driver's own names work too.
 
-    A bare family name (``h100``) means its commonest board. Raises :class:`DeviceError` with the nearest names.
+    A bare family name (``h100``) means the board whose aliases in ``devices.toml`` have it, its commonest one: the
+    80 GB SXM board for ``a100``, the 180 GB HGX one for ``b200``. Raises :class:`DeviceError` with the nearest names.
     """
-    found = _DEVICES_BY_KEY.get(_key(name))
-    if found is None:
-        names = {alias: row.name for row in DEVICES.values() for alias in (row.name.lower(), *row.aliases)}
-        raise DeviceError(f"unknown device '{name}'; {nearest(name.lower(), names)}")
-    return found
+    return _find("device", name, _DEVICES_BY_KEY)
 
 
 def link(name: str) -> Link:
     """The link of that name (``nvlink5``, ``ib-ndr``). Raises :class:`DeviceError` with the nearest names."""
-    found = _LINKS_BY_KEY.get(_key(name))
-    if found is None:
-        names = [known.lower() for row in LINKS.values() for known in (row.name, *row.aliases)]
-        raise DeviceError(f"unknown link '{name}'; {nearest(name.lower(), names)}")
-    return found
+    return _find("link", name, _LINKS_BY_KEY)
+
+
+def _find(what: str, name: str, rows: Mapping[str, Row]) -> Row:
+    if (found := rows.get(_key(name))) is not None:
+        return found
+    names = {known.lower() for row in rows.values() for known in (row.name, *row.aliases)}
+    raise DeviceError(f"unknown {what} '{name}'; {nearest(name.lower(), names)}")
 
 
 def peak(which: str | Device, dtype: str = "bf16", *, sparse: bool = False) -> float:
@@ -202,13 +186,13 @@ def peak(which: str | Device, dtype: str = "bf16", *, sparse: bool = False) -> f
         raise DeviceError(f"{row.name} has no {wanted}; it has {', '.join(row.dense_tflops)}")
     value = row.sparse_tflops.get(wanted) if sparse else row.dense_tflops[wanted]
     if value is None:
-        known = [name for name, tflops in row.dense_tflops.items() if tflops is not None]
-        rate = "2:4-sparse" if sparse else "dense"
-        way_out = "measure it there with nanoinfer.calibrate.machine"
-        if known and not sparse:
-            way_out = f"take one that has ({', '.join(known)}), or {way_out}"
-        why = f" ({row.note})" if row.note else ""
-        raise DeviceError(f"{row.name} has no published and agreed {rate} {wanted} peak{why}: {way_out}")
+        known = ", ".join(name for name, tflops in row.dense_tflops.items() if tflops is not None)
+        another = f"take one that has ({known}), or " if known and not sparse else ""
+        rate, why = "2:4-sparse" if sparse else "dense", f" ({row.note})" if row.note else ""
+        raise DeviceError(
+            f"{row.name} has no published and agreed {rate} {wanted} peak{why}: {another}measure it there with "
+            "nanoinfer.calibrate.machine"
+        )
     return value * 1e12
 
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from typing import Final, Literal
 
 from nanoinfer.configs.config import ModelConfig
@@ -310,8 +311,6 @@ def _experts(shard: Shard, ep: int, shape: StepShape, imbalance: float) -> list[
 
 # --- from one device to a thousand ------------------------------------------------------
 
-Dimension = Literal["tp", "pp", "cp", "ep", "replicas"]
-DIMENSIONS: Final[tuple[Dimension, ...]] = ("tp", "pp", "cp", "ep", "replicas")
 #: One device, two, four, ... 1,024.
 DOUBLINGS: Final = tuple(2**i for i in range(11))
 #: Of a device's memory, what may be used.
@@ -341,7 +340,7 @@ class Point:
 class Scaling:
     """One kind of parallelism, from few devices to many; ``ends`` says why there are no more points."""
 
-    dimension: Dimension
+    dimension: str  # a field of ParallelConfig
     points: tuple[Point, ...]
     ends: str
 
@@ -362,19 +361,14 @@ class Scaling:
     @property
     def last_that_pays(self) -> Point:
         """The possible point after which a device yields less than half of what it does where there are fewest."""
-        paying, *more = self.possible
-        for point in more:
-            if point.efficiency < PAYS:
-                break
-            paying = point
-        return paying
+        return list(takewhile(lambda point: point.efficiency >= PAYS, self.possible))[-1]
 
 
 def scale(
     config: ModelConfig,
     machine: Machine,
     memory_bytes: float,
-    dimension: Dimension,
+    dimension: str,
     *,
     batch: int = 32,
     context: int = 2048,

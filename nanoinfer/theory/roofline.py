@@ -441,11 +441,10 @@ class StepTimes:
             for total in count(sum(contexts), n):
                 yield fixed + config.n_layers * curves.paged(n, total / n)
         pair, windows = pair_flops(config, absorbed=True), _windows(config)
+        each: Iterator[int] = count(config.n_layers * sum(contexts), config.n_layers * n)
         if any(size < sys.maxsize for size, _ in windows):
-            for step in count():
-                seen = sum(_seen(windows, context + step) for context in contexts)
-                yield fixed + self._attention(pair * seen, seen)
-        for seen in count(config.n_layers * sum(contexts), config.n_layers * n):
+            each = (sum(_seen(windows, context + step) for context in contexts) for step in count())
+        for seen in each:
             yield fixed + self._attention(pair * seen, seen)
 
     def _attention(self, flops: float, seen: int) -> float:

@@ -10,20 +10,23 @@ from nanoinfer.theory import chen as c
 FIGURES = {figure.name: figure for figure in c.figures()}
 
 
+def computed(name: str) -> float:
+    return FIGURES[name].computed
+
+
 def test_keys_and_values_of_a_token() -> None:
-    assert c.kv_flops(c.B52) == 17_179_869_184
-    assert c.kv_bytes_per_token(c.B52) == 2_097_152
-    assert c.kv_flops(c.B52) * 6 == c.B52.layers * c.layer_flops(c.B52.d)  # a sixth of a decoding step
+    assert computed("k and v of a token, 52B") == 17_179_869_184
+    assert computed("cache per token") == 2_097_152
+    assert computed("k and v of a token, 52B") * 6 == computed("products per token, 52B")  # a sixth of a decoding step
 
 
 def test_parameters_and_products() -> None:
-    assert c.parameters(c.B52) == 12 * 64 * 8192**2 + 65_536 * 8192 == 52_076_478_464
-    assert c.layer_flops(8192) == 24 * 8192**2 == sum((2 * 3, 2, 2 * 8)) * 8192**2
-    assert c.B52.layers * c.layer_flops(c.B52.d) == 103_079_215_104
+    assert computed("parameters, 52B") == 12 * 64 * 8192**2 + 65_536 * 8192 == 52_076_478_464
+    assert computed("products per token, 52B") == 64 * sum((2 * 3, 2, 2 * 8)) * 8192**2 == 103_079_215_104
 
 
 def test_tokens_for_free_and_the_ratio_written_upside_down() -> None:
-    assert c.tokens_for_free(c.A100) == 208
+    assert computed("tokens for free, A100") == 208
     assert c.A100.bandwidth / c.A100.flops == pytest.approx(1 / 208)
     assert "upside" not in FIGURES["tokens for free, A100"].note
     assert "bandwidth over FLOP/s" in FIGURES["batch where compute takes over"].note
@@ -37,7 +40,7 @@ def test_time_to_pass_the_weights() -> None:
 
 def test_capacity() -> None:
     assert c.WEIGHT_BYTES * c.P52 == 104e9  # 52e12 in the article
-    assert c.tokens_that_fit(c.B52, c.P52, 4) == pytest.approx(26_703, abs=1)
+    assert computed("tokens that fit, four GPUs") == pytest.approx(26_703, abs=1)
     assert pytest.approx(28_000) == 56 / 0.002
     assert FIGURES["tokens that fit, four GPUs"].printed == 23_000
 
@@ -45,7 +48,7 @@ def test_capacity() -> None:
 def test_tensor_parallel_communication() -> None:
     assert [c.communication(8192, n) for n in (1, 2, 4)] == [0, 2 * 8192, 3 * 8192]
     assert c.flops_per_number_sent(8192) == {"qkv": 24_576, "o": 8192, "w1": 32_768, "w2": 32_768}
-    assert sum(c.flops_per_number_sent(8192).values()) == c.layer_flops(8192) / 2 / 8192
+    assert sum(c.flops_per_number_sent(8192).values()) == 24 * 8192**2 / 2 / 8192
     assert c.A100.flops / c.A100.link == 1040
 
 

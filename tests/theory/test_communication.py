@@ -47,8 +47,8 @@ class TestTensorParallel:
     def test_a_token_of_8b_on_eight_devices_waits_half_a_millisecond(self) -> None:
         """64 all-reduces of 8 us: 0.51 ms; the embedding's and the logits' make it 66 calls."""
         layers = c.tensor_parallel(LLAMA, 1, 8, 2, 0, embeds=False)
-        assert c.seconds(layers, 8e-6, math.inf) == pytest.approx(0.512e-3)
-        assert c.seconds(c.tensor_parallel(LLAMA, 1, 8, 2, 1), 8e-6, math.inf) == pytest.approx(66 * 8e-6)
+        assert Network(math.inf, 8e-6).seconds(layers, 8) == pytest.approx(0.512e-3)
+        assert Network(math.inf, 8e-6).seconds(c.tensor_parallel(LLAMA, 1, 8, 2, 1), 8) == pytest.approx(66 * 8e-6)
 
     def test_heads_that_do_not_divide_are_refused(self) -> None:
         with pytest.raises(RequestError, match="tp 3 does not divide 32 query heads"):
@@ -150,8 +150,8 @@ def test_one_device_says_nothing() -> None:
 
 def test_seconds_are_calls_and_bytes() -> None:
     traffic = (Traffic("send", 3, 10, 30), Traffic("broadcast", 1, 5, 5))
-    assert c.seconds(traffic, 2.0, 7.0) == pytest.approx(4 * 2.0 + 35 / 7.0)
-    assert c.seconds(traffic, 0.0, math.inf) == 0
+    assert Network(7.0, 2.0).seconds(traffic, 2) == pytest.approx(4 * 2.0 + 35 / 7.0)
+    assert Network(math.inf, 0.0).seconds(traffic, 2) == 0
 
 
 # --- links inside a server and between servers ------------------------------------------
@@ -162,7 +162,7 @@ NETWORK = Network(100.0, 1.0, 10.0, 5.0, 4)
 
 def test_inside_a_server_a_call_costs_alpha_and_its_bytes() -> None:
     traffic = (c.all_reduce(3, 80.0, 4), c.all_gather(1, 40.0, 4))
-    assert NETWORK.seconds(traffic, 4) == c.seconds(traffic, 1.0, 100.0) == pytest.approx(4 + 3.6 + 1.2)
+    assert NETWORK.seconds(traffic, 4) == Network(100.0, 1.0).seconds(traffic, 4) == pytest.approx(4 + 3.6 + 1.2)
     assert NETWORK.nodes(4) == 1
 
 
