@@ -54,6 +54,8 @@ RATES: Final = {
     "peak_tok_s": ("peak_throughput", "tok/s"),
 }
 CONFIDENCE: Final = 0.95
+#: Share of a window's requests by which more may come than end while the queue counts as stable.
+GROWTH: Final = 0.01
 AT_ONCE: Final = 1024  # traces of a simulation that are scored at a time
 #: The definitions of :mod:`nanoinfer.measure.metrics`, and those of figures that it holds as parts of a whole.
 DEFINITIONS: Final[Mapping[str, str]] = {
@@ -403,10 +405,10 @@ class SimulationScores(WindowScores):
         self.prompt_tokens = self.preemptions = self.most_blocks = 0
         self.queued = self.busy_s = self.row_s = self.block_s = self.steps = 0.0
 
-    def add_all(self, traces: Iterable[Trace]) -> None:
-        """Score traces as they come, and keep none."""
+    def add_all(self, traces: Iterable[Trace], most_bad: float = math.inf) -> None:
+        """Score traces as they come, and keep none; stop when more than ``most_bad`` have missed a limit."""
         traces = iter(traces)
-        while some := list(islice(traces, AT_ONCE)):
+        while self.judged.n - self.good <= most_bad and (some := list(islice(traces, AT_ONCE))):
             if (throughput := self.add(some)) is not None:
                 for name in self.rates:
                     self.rates[name] += getattr(throughput, name)
@@ -431,6 +433,14 @@ class SimulationScores(WindowScores):
     def good_share(self) -> float | None:
         """Of the judged requests, those that met every limit; ``None`` of none."""
         return self.judged.mean().value
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether as many requests ended in the window as came, but for chance; true where it is too short to tell."""
+        if self.due < 10 * self.concurrency:  # shorter than ten stays
+            return True
+        growth = self.due - self.rates["requests_s"] * self.width
+        return growth <= GROWTH * self.due + 3 * math.sqrt(max(0.0, self.concurrency))
 
     def record(self) -> dict[str, Any]:
         """All figures, as JSON."""

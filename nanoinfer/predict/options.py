@@ -22,6 +22,9 @@ Utilisation = Annotated[float, typer.Option(help="Share of the memory that may b
 Block = Annotated[int, typer.Option(help="Tokens in a block of the cache.")]
 PromptTokens = Annotated[str, typer.Option(help="128, uniform:10-200 or lognormal:10-200.")]
 OutputTokens = Annotated[str, typer.Option(help="Likewise, of the answers.")]
+Window = Annotated[float, typer.Option(help="Seconds of load with which the search tries a rate, at least.")]
+Mfu = Annotated[float, typer.Option(help="Share of the FLOP/s that kernels reach; on GPUs often 0.5 to 0.8.")]
+Mbu = Annotated[float, typer.Option(help="Likewise, of the memory bandwidth.")]
 ArrivalSeed = Annotated[int, typer.Option(help="Of arrivals and lengths.")]
 
 
@@ -78,6 +81,7 @@ class SimulateOptions:
     slo: Slo = None
     find: Annotated[bool, typer.Option("--find", help="Search for the highest rate that meets the SLO.")] = False
     share: Share = 0.99
+    window: Window = 60.0
     prompt_tokens: PromptTokens = "lognormal:64-1024"
     output_tokens: OutputTokens = "lognormal:16-512"
     burstiness: Annotated[float, typer.Option(help="Of the arrivals: below 1 in bursts, 1 poisson, above even.")] = 1.0
@@ -89,6 +93,8 @@ class SimulateOptions:
     block: Block = 16
     utilisation: Utilisation = 0.9
     launch_us: LaunchUs = 0.0
+    mfu: Mfu = 1.0
+    mbu: Mbu = 1.0
     seed: ArrivalSeed = 0
 
 
@@ -102,6 +108,7 @@ class PlanOptions:
     per_user: Annotated[float, typer.Option(help="Requests an hour that each of them makes.")]
     slo: Slo = "ttft=1s,tpot=50ms"
     share: Share = 0.99
+    window: Window = 60.0
     prompt_tokens: PromptTokens = "lognormal:64-1024"
     output_tokens: OutputTokens = "lognormal:16-512"
     dtype: CountedDtype = "bfloat16"
@@ -109,5 +116,7 @@ class PlanOptions:
     headroom: Annotated[float, typer.Option(help="Share of a replica's highest rate that is left free.")] = 0.2
     spares: Annotated[int, typer.Option(help="Replicas more than are needed, for those that fail.")] = 1
     usd_per_hour: Annotated[float | None, typer.Option(help="Price of one device.")] = None
-    requests: Annotated[int, typer.Option(help="How many come in each simulated run.")] = 2000
+    requests: Annotated[int, typer.Option(help="How many come in each simulated run, at least.")] = 2000
+    mfu: Mfu = 1.0
+    mbu: Mbu = 1.0
     seed: ArrivalSeed = 0

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from nanoinfer.bench.options import parse_slo
-from nanoinfer.bench.summary import SimulationScores
+from nanoinfer.bench.summary import GROWTH, SimulationScores
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.errors import RequestError, check
@@ -31,6 +31,8 @@ from nanoinfer.workload.items import Lengths, WorkItem, parse_lengths
 WARMUP: Final = 0.1
 #: The search for the highest rate ends where two rates this close to each other differ in their verdict.
 CLOSE: Final = 0.02
+#: Requests that are enough to see a queue grow, in a shorter window than asked for.
+MOST_REQUESTS: Final = 20_000
 #: Doublings or halvings before the search gives up.
 FAR: Final = 12
 #: Requests a second with which ``plan`` begins to search for a replica's highest rate.
@@ -59,9 +61,10 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
     config, dtype = config_of(options.model), dtype_named(options.dtype)
     for name in ("requests", "replicas"):
         check(f"--{name}", getattr(options, name), at_least=1)
-    for name in ("rate", "burstiness"):
+    for name in ("rate", "burstiness", "window"):
         check(f"--{name}", getattr(options, name), above=0)
-    check("--share", options.share, above=0, at_most=1)
+    for name in ("share", "mfu", "mbu"):
+        check(f"--{name}", getattr(options, name), above=0, at_most=1)
     slo = None if options.slo is None else parse_slo(options.slo)
     if options.find and not slo:
         raise RequestError("--find searches for the highest rate that meets an SLO: give one (--slo ttft=200ms)")
@@ -78,27 +81,34 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
         config, target.memory_bytes, 1, dtype, tp=options.tp, utilisation=options.utilisation, block=options.block
     )
     machine = machine_of(target, dtype, options.launch_us, notes)
+    machine = replace(machine, peak=options.mfu * machine.peak, bandwidth=options.mbu * machine.bandwidth)
     times = StepTimes(config, machine, options.tp)
 
     def scheduler() -> Scheduler:
         pool = BlockPool(fit.blocks, options.block, share_prefixes=False)
         return Scheduler(pool, options.max_running, options.token_budget)
 
-    def serve(rate: float) -> SimulationScores:
+    def serve(rate: float, requests: int, most_bad: float = math.inf) -> SimulationScores:
         """Replicas take turns; figures are of the time from the end of the warm-up until the last is expected."""
-        expected = load.requests / rate
+        expected = requests / rate
         scores = SimulationScores(WARMUP * expected, expected, fit.blocks, slo, options.replicas)
         for replica in range(options.replicas):
-            turn = islice(load.works(rate), replica, None, options.replicas)
-            scores.add_all(simulate(turn, scheduler(), times, scores.add_span))
+            turn = islice(replace(load, requests=requests).works(rate), replica, None, options.replicas)
+            scores.add_all(simulate(turn, scheduler(), times, scores.add_span), most_bad)
         return scores
 
+    def share_at(rate: float) -> float | None:
+        """The good share of a run that is long enough for a queue to show; 0 where the queue grows."""
+        requests = max(options.requests, min(MOST_REQUESTS, math.ceil(rate * options.window)))
+        scores = serve(rate, requests, (1 - options.share) * requests)
+        return scores.good_share if scores.is_stable else 0.0
+
     scheduler().refuse(prompts.high + outputs.high - 1)
-    scores = serve(options.rate)
+    scores = serve(options.rate, options.requests)
     record = {
         "model": model_row(options.model, config),
         "machine": machine_row(target, machine, options.tp * options.replicas, dtype)
-        | {"tp": options.tp, "utilisation": options.utilisation},
+        | {"tp": options.tp, "utilisation": options.utilisation, "mfu": options.mfu, "mbu": options.mbu},
         "engine_settings": {
             "max_running": options.max_running,
             "token_budget": options.token_budget,
@@ -116,7 +126,7 @@ def simulate_serving(options: SimulateOptions) -> dict[str, Any]:
             "seed": options.seed,
         },
         **scores.record(),
-        "highest_rate": highest_rate(lambda rate: serve(rate).good_share, options.rate, options.share)
+        "highest_rate": {**highest_rate(share_at, options.rate, options.share), "window_s": options.window}
         if options.find
         else None,
     }
@@ -168,7 +178,7 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     if not arrived:
         yield "No request was due in the measured window: take more requests."
         return
-    if arrived - ended > 0.05 * arrived + 3 * math.sqrt(in_system):
+    if arrived - ended > GROWTH * arrived + 3 * math.sqrt(in_system):
         yield (
             f"More requests come than end ({arrived} against {ended:.0f} in the window): the queue grows, and waits "
             "say how long the run was and not what the service does."
@@ -188,10 +198,9 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
         elif highest["fails_at_per_s"] is None:
             yield f"Every rate up to {highest['rate_per_s']:.3g}/s meets the limits."
         else:
-            seconds = record["load"]["requests"] / highest["rate_per_s"]
             yield (
-                f"The highest rate is that of a run of {seconds:.3g} s: just beyond what a service can do, its queue "
-                "takes longer than that to show. More requests find it more exactly."
+                f"Each rate was tried for {highest['window_s']:g} s or {MOST_REQUESTS:,} requests, and is good only if "
+                "the queue does not grow meanwhile. A longer --window finds the highest rate more exactly."
             )
 
 
@@ -203,8 +212,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
 
     One replica is simulated to find the highest rate at which it meets the SLO. The load is divided over enough of
     them that each has some headroom, and spares stand by for those that fail. Round-robin reaches each replica more
-    evenly than it is simulated here, which errs on the safe side; that a short run does not show how a queue grows
-    errs on the other, for which the headroom is there too.
+    evenly than it is simulated here, which errs on the safe side.
     """
     check("--users", min(options.users, default=0), at_least=1)
     check("--spares", options.spares, at_least=0)

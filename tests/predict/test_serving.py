@@ -16,7 +16,7 @@ from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.cli import app as cli
 from nanoinfer.configs.config import SHAPES
 from nanoinfer.engines.scheduler import Scheduler
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, RequestError
 from nanoinfer.measure import metrics
 from nanoinfer.predict import serving
 from nanoinfer.predict.memory import fit
@@ -33,7 +33,13 @@ SLO, SLO_S = "ttft=50ms,tpot=5ms", {"ttft": 0.05, "tpot": 0.005}
 
 
 def simulated(**options: Any) -> dict[str, Any]:
-    load = {"rate": 50.0, "requests": 400, "prompt_tokens": "uniform:10-200", "output_tokens": "uniform:2-60"}
+    load = {
+        "rate": 50.0,
+        "requests": 400,
+        "window": 0.1,
+        "prompt_tokens": "uniform:10-200",
+        "output_tokens": "uniform:2-60",
+    }
     return simulate_serving(SimulateOptions(MODEL, GPU, **{**load, **options}))
 
 
@@ -218,7 +224,25 @@ def test_the_tables_show_every_figure() -> None:
 
 
 PLAN_LOAD: dict[str, Any] = {"prompt_tokens": "uniform:10-200", "output_tokens": "uniform:2-60"}
-PLAN_LOAD |= {"requests": 250, "seed": 1, "slo": "ttft=20ms,tpot=5ms"}
+PLAN_LOAD |= {"requests": 250, "window": 0.1, "seed": 1, "slo": "ttft=20ms,tpot=5ms"}
+
+
+def test_a_short_search_overstates_what_a_service_can_do() -> None:
+    """Just beyond the capacity a queue grows slowly: 50 requests do not show it, half a second of load does."""
+    load = {"rate": 400.0, "requests": 50, "slo": "ttft=20ms", "find": True, "share": 0.9}
+    short, long = (simulated(**load, window=window)["highest_rate"] for window in (0.01, 0.4))
+    assert short["rate_per_s"] > 1.05 * long["rate_per_s"]
+    beyond = simulated(**{**load, "find": False, "rate": short["rate_per_s"], "requests": 2 * int(short["rate_per_s"])})
+    assert beyond["goodput"]["share"] < 0.9
+    assert any("the queue grows" in note for note in beyond["notes"])
+
+
+def test_kernels_that_reach_less_than_the_datasheet_take_longer() -> None:
+    full, half = (simulated(rate=0.1, requests=50, mfu=share, mbu=share) for share in (1.0, 0.5))
+    assert half["latency"]["ttft"]["median"] == pytest.approx(2 * full["latency"]["ttft"]["median"], rel=1e-6)
+    assert half["machine"]["peak_flops_per_s"] == full["machine"]["peak_flops_per_s"] / 2
+    with pytest.raises(RequestError, match="--mfu must be above 0 and at most 1"):
+        simulated(mfu=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +302,7 @@ def test_the_command(planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     words = (
         "plan smollm2-135m --gpu L4 --users 10 --users 1000 --per-user 12 --tp 3 --slo ttft=20ms,tpot=5ms "
         "--usd-per-hour 0.8 --requests 250 --spares 2 --headroom 0.5 --seed 1 --dtype fp16 --share 0.9 "
-        "--prompt-tokens uniform:10-200 --output-tokens uniform:2-60"
+        "--prompt-tokens uniform:10-200 --output-tokens uniform:2-60 --window 0.1"
     )
     args = words.split()
     result = CliRunner().invoke(cli.app, [*args, "--json"])
