@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,31 +129,28 @@ class _Timings:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
-    def linears(self) -> Iterator[tuple[str, nn.Linear]]:
-        """All products of all layers, in a step's order, by the table's names."""
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.Linear) and path != "lm_head":
-                name = ".".join(path.split(".")[-2:])
-                yield GPT2_NAMES.get(name, path.rpartition(".")[2]), module
-
     def products(self) -> dict[str, Curve]:
         """Seconds of each product against rows; every pass goes through all layers, as a step does."""
         model = self.model
         embedding = model.wte if isinstance(model, GPT2) else model.embed_tokens
         head = embedding.weight if model.lm_head is None else model.lm_head.weight
-        weights = [*((name, m.weight, m.bias) for name, m in self.linears()), ("lm_head", head, None)]
+        weights: list[tuple[str, Tensor, Tensor | None]] = []
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear) and path != "lm_head":
+                outer, name = path.split(".")[-2:]
+                weights.append((GPT2_NAMES.get(f"{outer}.{name}", name), module.weight, module.bias))
+        weights.append(("lm_head", head, None))
         medians: dict[str, list[float]] = defaultdict(list)
         for rows in ROWS:
             inputs = {n: self.random(rows, n) for n in {weight.shape[1] for _, weight, _ in weights}}
-            passes: list[dict[str, list[float]]] = []
-            for _ in range(1 if rows > MANY else self.repeats + 1):
-                times: dict[str, list[float]] = defaultdict(list)
+            n_passes = 1 if rows > MANY else self.repeats + 1
+            times: dict[str, list[list[float]]] = {name: [[] for _ in range(n_passes)] for name, _, _ in weights}
+            for i in range(n_passes):
                 for name, weight, bias in weights:
                     product = partial(F.linear, inputs[weight.shape[1]], weight, bias)
-                    times[name].append(timed(product, self.device)[1])
-                passes.append(times)
-            for name in passes[0]:
-                medians[name].append(statistics.median(statistics.median(p[name]) for p in passes[1:] or passes))
+                    times[name][i].append(timed(product, self.device)[1])
+            for name, passes in times.items():
+                medians[name].append(statistics.median(map(statistics.median, passes[1:] or passes)))
         if "qkv" in medians:  # GPT-2 computes q, k and v in one product
             thirds = [seconds / 3 for seconds in medians.pop("qkv")]
             medians |= {"q_proj": thirds, "k_proj": thirds, "v_proj": thirds}
@@ -164,25 +161,16 @@ class _Timings:
         contexts = tuple(sorted({min(n, self.config.context) for n in CONTEXTS}))
         contiguous, paged = {}, {}
         for batch in BATCHES:
-            points = [self._decode_attention(batch, context) for context in contexts]
-            contiguous[batch], paged[batch] = (Curve(contexts, seconds) for seconds in zip(*points, strict=True))
+            seconds, paged_seconds = [], []
+            for context in contexts:
+                q, k, v = self.random(batch, self.config.n_heads, 1, self.config.d_head), *self.cached(batch, context)
+                blocks = _blocks(k, v)
+                seconds.append(self.seconds(partial(_attend_layers, q, k, v), self.repeats) / len(k))
+                paged_seconds.append(self.seconds(partial(_attend_paged, q, *blocks), self.repeats) / len(k))
+            contiguous[batch], paged[batch] = Curve(contexts, tuple(seconds)), Curve(contexts, tuple(paged_seconds))
         return contiguous, paged
 
-    def _decode_attention(self, batch: int, context: int) -> tuple[float, float]:
-        k, v = self.keys_and_values(batch, context)
-        q = self.random(batch, self.config.n_heads, 1, self.config.d_head)
-
-        def attend_all() -> None:
-            for layer in zip(k, v, strict=True):
-                attend(q, *layer)
-
-        blocks = _blocks(k, v)
-        return (
-            self.seconds(attend_all, self.repeats) / len(k),
-            self.seconds(lambda: _attend_paged(q, *blocks), self.repeats) / len(k),
-        )
-
-    def keys_and_values(self, batch: int, context: int) -> tuple[Tensor, Tensor]:
+    def cached(self, batch: int, context: int) -> tuple[Tensor, Tensor]:
         """``[L, B, n_kv, S, d_h]`` each, of enough layers to outgrow the processor's cache, two at least."""
         shape = (batch, self.config.n_kv_heads, context, self.config.d_head)
         layer_bytes = 2 * math.prod(shape) * self.dtype.itemsize
@@ -256,6 +244,11 @@ def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Row]]:
         rows.append(([order[i % len(order)] for i in range(needed)], length - 1, 1))
         order = order[needed % len(order) :] + order[: needed % len(order)]
     return k, v, rows
+
+
+def _attend_layers(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for layer_k, layer_v in zip(k, v, strict=True):
+        attend(q, layer_k, layer_v)
 
 
 def _attend_paged(q: Tensor, k: Tensor, v: Tensor, rows: list[Row]) -> None:

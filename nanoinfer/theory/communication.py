@@ -135,9 +135,9 @@ def tensor_parallel(
 ) -> tuple[Traffic, ...]:
     """Messages of one pass over ``tokens`` tokens (of all rows), each layer shared by ``n`` devices.
 
-    Two all-reduces a layer of ``tokens * d * b`` bytes, after attention's output and the feed-forward part; one more
-    of that size after the embedding, whose vocabulary is split (``embeds``); one all-gather of logits, of which each
-    device has ``[ends, ceil(V / n)]``. Raises :class:`RequestError` for heads that ``n`` does not divide.
+    Two all-reduces a layer, of attention's output and of the feed-forward part's; one more after the embedding, whose
+    vocabulary is split (``embeds``); one all-gather of logits, of which each device has ``[ends, ceil(V / n)]``.
+    Raises :class:`RequestError` for heads that ``n`` does not divide.
     """
     check_sizes(tokens=tokens, itemsize=itemsize)
     capacity.check_tp(config, n)
@@ -161,9 +161,9 @@ def pipeline_parallel(
 ) -> tuple[Traffic, ...]:
     """Messages of one pass over ``rows`` rows of ``tokens`` new tokens each, through ``p`` stages.
 
-    Every stage but the last sends the next one each micro-batch's hidden states, ``rows_i * tokens * d * b`` bytes;
-    then the last one broadcasts the chosen ids of all rows. The sends here are those across ONE of the ``p - 1``
-    boundaries, the broadcast that of the last stage. Raises :class:`RequestError` for more stages than layers.
+    Every stage but the last sends the next one each micro-batch's hidden states; then the last one broadcasts the ids
+    of all rows. The sends here are those across ONE of the ``p - 1`` boundaries. Raises :class:`RequestError` for more
+    stages than layers.
     """
     check_sizes(tokens=tokens, p=p, itemsize=itemsize)
     parts = Counter(micro_batch_rows(rows, micro_batches))
@@ -185,10 +185,8 @@ def bubble(p: int, m: int) -> float:
 def context_parallel(config: ModelConfig, rows: int, tokens: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
     """Messages of a prefill of ``rows`` prompts of ``tokens`` each, ``c = ceil(tokens / n)`` on each of ``n`` devices.
 
-    In each layer keys and values go round the ring: ``n - 1`` exchanges of ``rows * c * 2 n_kv d_h b`` bytes. (MLA:
-    ``r + d_rope`` numbers in place of ``2 n_kv d_h``.) Then the rank of the last token broadcasts its hidden state,
-    ``rows * d * b`` bytes, and the rank that samples broadcasts the ids. Raises :class:`RequestError` for more
-    devices than tokens.
+    In each layer keys and values go round the ring in ``n - 1`` exchanges; then the rank of the last token broadcasts
+    its hidden state, and the rank that samples the ids. Raises :class:`RequestError` for more devices than tokens.
     """
     check_sizes(rows=rows, tokens=tokens, n=n, itemsize=itemsize)
     if n > tokens:
@@ -205,7 +203,7 @@ def context_parallel_decode(config: ModelConfig, rows: int, n: int) -> tuple[Tra
     """Messages of one decode step over a cache that is spread over ``n`` devices.
 
     In each layer every device attends to its part, and one all-gather brings the partial outputs together with the
-    log-sum-exp of each, in fp32: ``rows * n_q * (d_h + 1) * 4`` bytes. Then the rank that samples broadcasts the ids.
+    log-sum-exp of each, in fp32. Then the rank that samples broadcasts the ids.
     """
     check_sizes(rows=rows, n=n)
     if n == 1:
@@ -227,10 +225,9 @@ def ring_hidden_tokens(config: ModelConfig, flops_per_s: float, link: float, ite
 def expert_parallel(config: ModelConfig, tokens_local: int, n: int, itemsize: int) -> tuple[Traffic, ...]:
     """Expected messages of a pass in which each of ``n`` devices has ``tokens_local`` tokens and ``E / n`` experts.
 
-    An all-reduce of one number tells whether any rank has work. In each layer with experts an all-to-all of
-    counts (``E`` of them) says what will come, one brings each token to its ``k`` experts and one brings the answers
-    back: ``tokens_local * k * d * b`` bytes each, of which ``(n-1)/n`` leave where tokens choose evenly. The busiest
-    device's bytes are that times its load over the mean one. Raises as :func:`check_ep` does.
+    An all-reduce of one number tells whether any rank has work. In each layer with experts an all-to-all of ``E``
+    counts says what will come, one brings each token to its ``k`` experts and one brings the answers back, tokens
+    choosing evenly. The busiest device's bytes are that times its load over the mean one. Raises as :func:`check_ep`.
     """
     check_sizes(tokens_local=tokens_local, n=n, itemsize=itemsize)
     check_ep(config, n)

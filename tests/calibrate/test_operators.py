@@ -44,7 +44,7 @@ def test_attention_is_timed_up_to_the_whole_context(
 def test_the_paged_timing_computes_the_same_attention() -> None:
     loaded = load_model("random:tiny-llama")
     config = loaded.model.config
-    k, v, rows = operators._blocks(*operators._Timings(loaded, 1).keys_and_values(3, 32))
+    k, v, rows = operators._blocks(*operators._Timings(loaded, 1).cached(3, 32))
     q = torch.randn(3, config.n_heads, 1, config.d_head)
     new = torch.zeros(3, config.n_kv_heads, config.d_head)
     ragged = RaggedSdpa(rows, k)(q[:, :, 0], new, new, k[0], v[0]).flatten(1)
