@@ -45,13 +45,13 @@ DELAYS: Final[Mapping[str, Callable[[Trace], float]]] = {
 METRICS: Final = tuple(name for name in metrics.PER_REQUEST if name != "client_delay")
 #: Their values depend on token counts, and are only as good as these.
 COUNTED: Final = ("tpot", "itl", "normalized_latency")
-#: Rates by their keys: the definition's name and the unit.
+#: Rates by their keys: as people call them, the definition's name, and the unit.
 RATES: Final = {
-    "output_tok_s": ("throughput", "tok/s"),
-    "requests_s": ("request_rate", "requests/s"),
-    "input_tok_s": ("input_rate", "tok/s"),
-    "drained_tok_s": ("drained_throughput", "tok/s"),
-    "peak_tok_s": ("peak_throughput", "tok/s"),
+    "output_tok_s": ("output tokens/s", "throughput", "tok/s"),
+    "peak_tok_s": ("output tokens/s, peak", "peak_throughput", "tok/s"),
+    "drained_tok_s": ("output tokens/s, drained", "drained_throughput", "tok/s"),
+    "input_tok_s": ("input tokens/s", "input_rate", "tok/s"),
+    "requests_s": ("requests/s", "request_rate", "requests/s"),
 }
 CONFIDENCE: Final = 0.95
 #: Share of a window's requests by which more may come than end while the queue counts as stable.
@@ -229,7 +229,7 @@ def figure(
 
 def rate(key: str, value: float | None) -> dict[str, Any]:
     """One rate over the window."""
-    definition, unit = RATES[key]
+    _, definition, unit = RATES[key]
     return {"definition": DEFINITIONS[definition], "unit": unit, "value": value}
 
 

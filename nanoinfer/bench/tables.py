@@ -8,6 +8,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
+from nanoinfer.bench.summary import RATES
 from nanoinfer.show.text import DASH, Rows, as_table, format_number, ms
 
 TOO_SMALL: Final = "n too small"  # samples for a percentile; a dash stands for what was not measured
@@ -21,13 +22,6 @@ NAMES: Final = {
     "e2e": "end to end",
     "normalized_latency": "end to end / tokens",
     "client_delay": "send lag",
-}
-RATES: Final = {
-    "output_tok_s": "output tokens/s",
-    "peak_tok_s": "output tokens/s, peak",
-    "drained_tok_s": "output tokens/s, drained",
-    "input_tok_s": "input tokens/s",
-    "requests_s": "requests/s",
 }
 
 
@@ -75,7 +69,7 @@ def adjusted(record: Mapping[str, Any]) -> Rows:
 def rates(record: Mapping[str, Any]) -> Rows:
     """Rates over the window, concurrency, and Little's law."""
     rows = []
-    for key, title in RATES.items():
+    for key, (title, *_) in RATES.items():
         rate = record["rates"][key]
         rows.append((title + (" (estimated)" if rate["estimated"] else ""), format_number(rate["value"], 4)))
     concurrency = record["concurrency"]
@@ -95,8 +89,7 @@ def requests(record: Mapping[str, Any]) -> Rows:
     rows += [("warm-up, left out", f"{counts['warmup']:,}")]
     if counts["cut_short"]:
         rows.append(("cut short by Ctrl-C, left out", f"{counts['cut_short']:,}"))
-    for name in ("prompt", "output"):
-        rows.append((f"{name} tokens", DASH if tokens[name] is None else f"{tokens[name]:,}"))
+    rows += [(f"{name} tokens", format_number(tokens[name])) for name in ("prompt", "output")]
     return ("requests", "number"), rows
 
 
@@ -176,7 +169,7 @@ def of_run(record: Mapping[str, Any]) -> dict[str, tuple[str, Rows]]:
 def definitions(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and definition of everything the tables show."""
     named = [(title, record["latency"][name]) for name, title in NAMES.items()]
-    named += [(title, record["rates"][key]) for key, title in RATES.items()]
+    named += [(title, record["rates"][key]) for key, (title, *_) in RATES.items()]
     named += [("requests in flight, mean", record["concurrency"]), ("Little", record["concurrency"]["little"])]
     named += [("goodput", record["goodput"]), ("event loop late", record["client"]["loop_stalls"])]
     return ((title, figure["definition"]) for title, figure in named if figure)
