@@ -6,13 +6,14 @@ A block holds the keys and values of ``block_size`` consecutive tokens, and is i
                    ▲  └────release──▶ cached            full, and found by its content
                    └────share────────────┘ └──evict──▶ used, by another sequence
 
-A full block is found by its exact content: the tokens in it and all tokens before it. The key of a
-block is (number of the prefix before it, its tokens), and such numbers are never used again, so
-two different prefixes cannot collide. Sources: Kwon et al., "PagedAttention" (2023); Zheng et al., "SGLang" (2024).
+A full block is found by its exact content: the tokens in it and all tokens before it. The key of a block is (number of
+the prefix before it, its tokens), and such numbers are never used again, so two different prefixes cannot collide.
+Sources: Kwon et al., "PagedAttention" (2023); Zheng et al., "SGLang" (2024).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -197,12 +198,9 @@ class BlockPool:
 
     def live_tokens(self, tables: Iterable[BlockTable]) -> int:
         """Slots that hold a token of one of the tables, shared ones counted once."""
-        filled: dict[int, int] = {}
-        for table in tables:
-            for index, block in enumerate(table.blocks):
-                # All tables that share a block have filled it equally far.
-                filled[block] = min(max(table.length - index * self.block_size, 0), self.block_size)
-        return sum(filled.values())
+        size = self.block_size  # all tables that share a block have filled it equally far
+        filled = {block: table.length - i * size for table in tables for i, block in enumerate(table.blocks)}
+        return sum(min(max(tokens, 0), size) for tokens in filled.values())
 
     def check(self, tables: Iterable[BlockTable] | None = None) -> None:
         """Assert that free + cached + used are all blocks and, given all tables, that each reference is theirs."""
@@ -217,9 +215,8 @@ class BlockPool:
         found = {(block, key) for key, (_, block) in self._by_content.items()}
         assert found == set(self._key_of.items()), "a block is found under another's content"
         if tables is not None:
-            held = [0] * self.n_blocks
+            held: Counter[int] = Counter()
             for table in tables:
-                for block in table.blocks:
-                    held[block] += 1
+                held.update(table.blocks)
                 assert table.length <= len(table.blocks) * self.block_size, "a table is longer than its blocks"
-            assert held == self._refs, "references and tables differ"
+            assert [held[block] for block in range(self.n_blocks)] == self._refs, "references and tables differ"

@@ -11,12 +11,10 @@ from nanoinfer.models.attention import attend
 
 
 class ContiguousCache:
-    """Keys and values of one batch, ``[L, B, n_kv, S, d_h]`` each.
+    """Keys and values of one batch, ``[L, B, n_kv, S, d_h]`` each; ``nbytes`` are those of both.
 
-    All rows share one length: slot ``s`` of every row was written in the same forward pass. Rows of unlike
-    lengths are therefore padded on the left, and the mask hides the padding.
-
-    ``nbytes`` are the bytes allocated: ``2 * L * B * n_kv * S * d_h * bytes per element``.
+    All rows share one length: slot ``s`` of every row was written in the same forward pass. Rows of unlike lengths are
+    therefore padded on the left, and the mask hides the padding.
     """
 
     def __init__(

@@ -35,10 +35,7 @@ class NewTokens:
 
 
 class PagedCache:
-    """Keys and values of all sequences, ``[L, n_blocks, block_size, n_kv, d_h]`` each.
-
-    ``nbytes`` are the bytes allocated: ``2 * L * n_blocks * block_size * n_kv * d_h * bytes per element``.
-    """
+    """Keys and values of all sequences, ``[L, n_blocks, block_size, n_kv, d_h]`` each; ``nbytes`` are those of both."""
 
     def __init__(
         self, config: ModelConfig, n_blocks: int, block_size: int, device: torch.device | str, dtype: torch.dtype
@@ -49,10 +46,7 @@ class PagedCache:
         self.block_size = block_size
 
     def step(self, rows: Sequence[NewTokens], copies: Sequence[tuple[int, int]] = ()) -> PagedStep:
-        """The cache of one forward pass over these rows; arguments as in :meth:`prepare`.
-
-        Adjacent rows of one new token and of similar length are quickest.
-        """
+        """The cache of one forward pass, quickest where rows of one new token and of similar length are adjacent."""
         self.prepare(rows, copies)
         return PagedStep(self, rows)
 
@@ -105,8 +99,7 @@ class PagedStep:
 def zeros(shape: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """Zeros; on Linux's CPUs in pages of 2 MiB where the system gives them.
 
-    A step reads a little of every layer, all over the cache. With pages of 4 KiB, each piece is a TLB miss, and the
-    first touch of each a page fault.
+    A step reads a little of every layer: in pages of 4 KiB each piece is a TLB miss, and at first a page fault.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or not nbytes:

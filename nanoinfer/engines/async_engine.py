@@ -1,11 +1,8 @@
 """An engine for many callers in an event loop: a thread of its own runs the steps, streams bring the events.
 
-engine = AsyncEngine(ContinuousEngine(loaded))
-stream = await engine.submit("Once upon a time")    # waits for a free slot
+stream = await AsyncEngine(ContinuousEngine(loaded)).submit("Once upon a time")  # waits for a free slot
 async for event in stream: ...
-stream.cancel()                                     # at any moment; the blocks are free within a step
-
-A stream that nothing refers to any more, because the task that read it was cancelled, is cancelled too.
+stream.cancel()  # at any moment; the blocks are free within a step. So is one that nothing refers to any more
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Continuous batching: which requests run is decided anew at every step.
 
-The scheduler says which tokens of which sequences come next; the paged cache holds what they have; one
-forward pass computes them all, packed in a row; sequences that have reached their end get a token. That is
-a step, and all there is to it.
+The scheduler says which tokens of which sequences come next; the paged cache holds what they have; one forward pass
+computes them all, packed in a row; sequences that have reached their end get a token. That is a step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nanoinfer.cache.paged import NewTokens, PagedCache, PagedStep
 from nanoinfer.engines.async_engine import AsyncEngine, Stream
 from nanoinfer.engines.engine import Engine, NonFiniteLogits, Prompt
 from nanoinfer.engines.request import Deliver, Event, Request, RequestCancelled, is_last, unwrap
-from nanoinfer.engines.scheduler import Chunk, Scheduler, SequenceState, StepPlan
+from nanoinfer.engines.scheduler import Chunk, Scheduler, SequenceState
 from nanoinfer.errors import RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stalls import StepNote
@@ -48,29 +47,21 @@ class ContinuousEngine(Engine):
     A request stands in the scheduler's sequences, and nowhere else; each is delivered exactly one last item.
     :meth:`add` and :meth:`cancel` may be called at any moment and from any thread. What they ask for is done at once,
     or right after the step that is being run.
-
-    Args:
-        max_running: sequences in a step at most.
-        token_budget: tokens in a step at most, prompts in chunks among them; it bounds how long a step can take.
-        block_size: tokens a block of the cache.
-        cache_tokens: tokens the cache holds. None: what 1 GiB holds on a CPU, half of the free memory on a
-            GPU; never more than a quarter of a CPU's free memory nor than ``max_running`` full contexts.
-        share_prefixes: texts that begin alike share the blocks of their beginning, from call to call.
-        speed: what steps may use besides the plain model.
     """
 
     name = "continuous"
+    crops = False
 
     def __init__(
         self,
         loaded: LoadedModel,
         *,
-        max_running: int = 32,
-        token_budget: int = 256,
-        block_size: int = 8,
-        cache_tokens: int | None = None,
-        share_prefixes: bool = True,
-        speed: Optimizations | None = None,
+        max_running: int = 32,  # sequences in a step at most
+        token_budget: int = 256,  # tokens in a step at most, prompts in chunks among them: bounds how long it can take
+        block_size: int = 8,  # tokens a block of the cache
+        cache_tokens: int | None = None,  # that the cache holds; None: by the free memory
+        share_prefixes: bool = True,  # texts that begin alike share the blocks of their beginning, from call to call
+        speed: Optimizations | None = None,  # what steps may use besides the plain model
     ) -> None:
         super().__init__(loaded)
         speed = speed or Optimizations()
@@ -96,9 +87,7 @@ class ContinuousEngine(Engine):
     # --- requests in and out --------------------------------------------------------------
 
     def refuse(self, request: Request) -> None:
-        """Refuse what can never fit, and cropping: blocks hold tokens at their own positions."""
-        if request.params.on_full == "crop":
-            raise RequestError("the continuous engine does not crop; use on_full='stop', or the cached engine")
+        """Refuse what can never fit."""
         self.scheduler.refuse(request.kv_limit, request.params.n)
 
     def add(self, samples: Sequence[Request], deliver: Deliver) -> None:
@@ -157,7 +146,10 @@ class ContinuousEngine(Engine):
             plan = self.scheduler.schedule()
             if not plan.chunks:  # all have ended since this step was wanted
                 return
-            self._note_starts(plan)
+            for sequence in [chunk.sequence for chunk in plan.chunks]:
+                for trace in [sample.request.trace for sample in sequence.samples]:
+                    if trace.t_start is None:
+                        trace.t_start, trace.cached_tokens = now(), sequence.cached_tokens
             chunks = sorted(plan.chunks, key=lambda c: (c.n > 1, c.start))  # neighbours of similar length
             logits = self._forward(chunks, plan.copies)
             self.scheduler.commit(plan)
@@ -171,12 +163,6 @@ class ContinuousEngine(Engine):
                 self._fail(sequence, RequestError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
 
-    def _note_starts(self, plan: StepPlan) -> None:
-        for sequence in [chunk.sequence for chunk in plan.chunks]:
-            for trace in [sample.request.trace for sample in sequence.samples]:
-                if trace.t_start is None:
-                    trace.t_start, trace.cached_tokens = now(), sequence.cached_tokens
-
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
         """Run the chunks, those of one token first; logits ``[R, V]`` of those that reach their text's end."""
         rows = [NewTokens(c.sequence.table, c.n) for c in chunks if c.sequence.table is not None]
@@ -188,15 +174,13 @@ class ContinuousEngine(Engine):
             logits = self.kernel(self.cache, rows[:single], ids)
             ends = [row for row, c in enumerate(chunks[:single]) if c.reaches_end]
             parts.append(logits if len(ends) == single else logits[ends])
-        if single < len(chunks):
-            parts.append(self._forward_model(chunks[single:], PagedStep(self.cache, rows[single:])).float())
+        if rest := chunks[single:]:
+            step = PagedStep(self.cache, rows[single:])
+            ids = [i for c in rest for i in c.sequence.tokens[c.start : c.start + c.n]]
+            packed = self.model.hidden(torch.tensor([ids], device=self.device), step.positions, step)[0]  # [N, d]
+            ends = [end - 1 for end, c in zip(accumulate(c.n for c in rest), rest, strict=True) if c.reaches_end]
+            parts.append(self.model.head(packed[ends]).float())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _forward_model(self, chunks: Sequence[Chunk], step: PagedStep) -> Tensor:
-        ids = [i for c in chunks for i in c.sequence.tokens[c.start : c.start + c.n]]
-        packed = self.model.hidden(torch.tensor([ids], device=self.device), step.positions, step)[0]  # [N, d]
-        ends = [end - 1 for end, c in zip(accumulate(c.n for c in chunks), chunks, strict=True) if c.reaches_end]
-        return self.model.head(packed[ends])
 
     def _sample(self, sequences: Sequence[SequenceState], logits: Tensor) -> None:
         """A token for each sample of these sequences, from their rows of logits ``[R, V]``, and its event delivered."""
@@ -281,6 +265,7 @@ class ContinuousEngine(Engine):
             running.close()
 
     def _affordable_tokens(self, max_running: int, block_size: int) -> int:
+        """What 1 GiB or a quarter of the free memory of a CPU holds, or half of a GPU's; at most the full contexts."""
         most = min(psutil.virtual_memory().available // 4, 2**30)
         if self.device.type == "cuda":
             most = torch.cuda.mem_get_info(self.device)[0] // 2

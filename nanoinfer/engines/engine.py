@@ -44,6 +44,7 @@ class Engine(ABC):
     """A model with a way to generate from it."""
 
     name: ClassVar[str]
+    crops: ClassVar[bool] = True  # a cache that holds tokens at their own positions cannot
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -90,6 +91,8 @@ class Engine(ABC):
             ids = self.encode(prompt)
             if setting.stop and self.tokenizer is None:
                 raise RequestError(f"stop strings need a tokenizer, and {self.loaded.name} has none; use stop_ids")
+            if setting.on_full == "crop" and not self.crops:
+                raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
             check_prompt(ids, setting, context, self.config.vocab_size)
             for number in range(setting.n):
                 trace = Trace(t_scheduled=scheduled, t_sent=scheduled, prompt_tokens=len(ids))
@@ -201,8 +204,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
         raise RequestError("a prompt is a text or a list of token ids, not bytes; decode them first")
     if not items:
         raise RequestError("no prompt given; give a text, a list of token ids, or a list of those")
-    if all(isinstance(item, int) for item in items):
-        return [items]
-    if any(isinstance(item, int) for item in items):
+    is_id = [isinstance(item, int) for item in items]
+    if any(is_id) and not all(is_id):
         raise RequestError("prompts mix single ids with whole prompts; give a list of one kind")
-    return items
+    return [items] if all(is_id) else items

@@ -35,21 +35,15 @@ ENGINES: dict[str, type[Engine]] = {
     engine.name: engine for engine in (NaiveEngine, CachedEngine, BatchedEngine, ContinuousEngine, SpeculativeEngine)
 }
 
-PLAIN = Optimizations()
-PROMPTS = Optimizations(fuse=True, pack=True)  # products as large and as few as they can be
-CANDIDATES: dict[str, dict[str, Optimizations]] = {
+#: What is tried on a device: a name for it, and the optimizations.
+CANDIDATES = {
     "cpu": {
-        "plain": PLAIN,
-        "packed": PROMPTS,
-        "kernel": Optimizations(kernel=True),
-        "kernel, packed for prompts": Optimizations(kernel=True, fuse=True, pack=True),
+        "plain": "plain",
+        "packed": "fuse,pack",  # products as large and as few as they can be
+        "kernel": "kernel",
+        "kernel, packed for prompts": "kernel,fuse,pack",
     },
-    "cuda": {
-        "plain": PLAIN,
-        "fused": Optimizations(fuse=True),
-        "graphs": Optimizations(fuse=True, graphs=True),
-        "compiled, graphs": Optimizations(fuse=True, compiled=True, graphs=True),
-    },
+    "cuda": {"plain": "plain", "fused": "fuse", "graphs": "fuse,graphs", "compiled, graphs": "fuse,compiled,graphs"},
 }
 ROUNDS, PROMPT_TOKENS, NEW_TOKENS = 4, 64, 32
 MAX_SECONDS = 20.0  # no further round is begun after this
@@ -119,35 +113,34 @@ def fastest(loaded: LoadedModel) -> Optimizations:
 
 def candidates(loaded: LoadedModel) -> dict[str, Optimizations]:
     """What there is to try on this model's device, by name."""
-    return CANDIDATES.get(next(loaded.model.parameters()).device.type, {"plain": PLAIN})
+    texts = CANDIDATES.get(next(loaded.model.parameters()).device.type, {"plain": "plain"})
+    return {name: Optimizations.parse(text) for name, text in texts.items()}
 
 
 def trial(loaded: LoadedModel) -> dict[str, float]:
     """Seconds of a short request by each candidate that this machine can run; the best of the rounds."""
     length = min(PROMPT_TOKENS, loaded.model.config.context // 2)
     prompt, params = [[1] * length], SamplingParams(max_tokens=min(NEW_TOKENS, length), ignore_eos=True)
-    tokens, tried = 2 * (length + params.max_tokens), {}
+    options: dict[str, Any] = {"max_running": 1, "cache_tokens": 2 * (length + params.max_tokens)}
+    tried: dict[str, tuple[ContinuousEngine, list[float]]] = {}
     for name, speed in candidates(loaded).items():
         if has_memory(loaded, speed):
             with contextlib.suppress(DeviceError):
-                tried[name] = ContinuousEngine(
-                    loaded, max_running=1, cache_tokens=tokens, share_prefixes=False, speed=speed
-                )
-    seconds, started = {name: list[float]() for name in tried}, now()
+                tried[name] = ContinuousEngine(loaded, share_prefixes=False, speed=speed, **options), []
+    started = now()
     for round_ in range(ROUNDS):
-        for name, engine in tried.items():
+        for engine, seconds in tried.values():
             before = now()
             engine.generate(prompt, params)
-            seconds[name].append(now() - before)
+            seconds.append(now() - before)
         if round_ and now() - started > MAX_SECONDS:
             break
-    return {name: min(times[1:]) for name, times in seconds.items()}
+    return {name: min(seconds[1:]) for name, (_, seconds) in tried.items()}
 
 
 def has_memory(loaded: LoadedModel, speed: Optimizations) -> bool:
     """Whether the copies of the weights that these optimizations make fit next to the model."""
     copies = speed.kernel + (speed.fuse or speed.pack)
-    weight = next(loaded.model.parameters())
-    is_cuda = weight.device.type == "cuda"
-    free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else psutil.virtual_memory().available
+    device = next(loaded.model.parameters()).device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return copies * sum(p.nbytes for p in loaded.model.parameters()) < free // 2

@@ -156,10 +156,9 @@ class Request:
     def completion(self) -> Completion:
         """The result, once ``finish_reason`` is set."""
         if self.finish_reason is None:
-            ended = f"ended before it was finished ({self.trace.status})" if self.trace.t_end is not None else ""
-            raise RequestError(
-                f"request {self.index} {ended or 'has not finished: iterate over its stream to the end'}"
-            )
+            went_on = "has not finished: iterate over its stream to the end"
+            ended = f"ended before it was finished ({self.trace.status})"
+            raise RequestError(f"request {self.index} {went_on if self.trace.t_end is None else ended}")
         logs = None if self.params.logprobs is None else self.logprobs
         return Completion(self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logs)
 
@@ -169,9 +168,8 @@ def check_prompt(ids: Sequence[int], params: SamplingParams, context: int, vocab
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
     if (low := min(ids)) < 0 or max(ids) >= vocab_size:
-        raise RequestError(
-            f"prompt id {low if low < 0 else max(ids)} is outside the vocabulary (0 to {vocab_size - 1})"
-        )
+        odd = low if low < 0 else max(ids)
+        raise RequestError(f"prompt id {odd} is outside the vocabulary (0 to {vocab_size - 1})")
     room = context - len(ids)
     if room < 0 or (room == 0 and params.max_tokens and params.on_full == "stop"):
         raise RequestError(

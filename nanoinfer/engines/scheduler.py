@@ -116,11 +116,8 @@ class Scheduler:
         sequence.samples = [first]
         forks = []
         for number, sample in enumerate(others, start=1):
-            tokens, table, arrival = (
-                list(sequence.tokens),
-                self.pool.fork(sequence.table),
-                (sequence.arrival[0], number),
-            )
+            tokens, table = list(sequence.tokens), self.pool.fork(sequence.table)
+            arrival = (sequence.arrival[0], number)
             forks.append(replace(sequence, tokens=tokens, samples=[sample], arrival=arrival, table=table))
         index = self.running.index(sequence) + 1
         self.running[index:index] = forks

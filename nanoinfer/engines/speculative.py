@@ -3,8 +3,7 @@
 What comes out is distributed as if nothing had been drafted. A token x drawn from q, to be drawn from p, is accepted
 with probability min(1, p(x) / q(x)); else another is drawn from max(p - q, 0). A draft without randomness needs no q:
 draw from p, and accept x where it is what was drawn. Sources: Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding" (2023); Chen et al., "Accelerating Large Language Model Decoding
-with Speculative Sampling" (2023).
+Speculative Decoding"; Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (both 2023).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +36,10 @@ MAX_NGRAM = 3  # tokens at the end of the text that are looked up
 
 
 # --- drafts: guesses at the next tokens that cost less than the tokens themselves -------
+#
+# Whatever drafts does so for one text, from its first token to its last: ``propose(state, n)`` returns at most ``n``
+# tokens to follow it. What is drawn at random comes from the state's own generator. From one call to the next the text
+# grows by the accepted tokens of the draft, and one token more.
 
 
 class Draft(NamedTuple):
@@ -46,21 +49,16 @@ class Draft(NamedTuple):
     probs: list[Tensor] | None = None
 
 
-class Drafter(Protocol):
-    """Guesses for one text, from its first token to its last."""
-
-    def propose(self, state: SamplerState, n: int) -> Draft:
-        """At most ``n`` tokens to follow the text; what is drawn at random comes from the state's own generator.
-
-        From one call to the next the text grows by the accepted tokens of the draft, and one token more.
-        """
-
-
 def fork_state(state: SamplerState) -> SamplerState:
     """The same settings and the same random generator, with a history that can run ahead of the text's."""
     fork = copy.copy(state)
     fork.generated = list(state.generated)
     return fork
+
+
+def next_distribution(logits: Tensor, state: SamplerState) -> Tensor:
+    """What a token that follows the state's text is drawn from, ``[1, V]`` of logits ``[1, V]``."""
+    return distribution(penalise(logits.float(), [state]), [state.params])
 
 
 class PromptLookup:
@@ -76,7 +74,7 @@ class PromptLookup:
         self.indexed_to = 1  # n-grams that end before this index are in it
 
     def propose(self, state: SamplerState, n: int) -> Draft:
-        """See :class:`Drafter`; nothing where not even the last token occurred before."""
+        """Nothing where not even the last token occurred before."""
         text = [*state.prompt_ids, *state.generated]
         length = len(text)
         for end in range(self.indexed_to, length):  # not those that end the text: what follows them is not known
@@ -85,8 +83,8 @@ class PromptLookup:
         self.indexed_to = length
         for size in range(MAX_NGRAM, 0, -1):
             if (start := self.next_index.get(tuple(text[-size:]))) is not None:
-                for i in range(n):
-                    text.append(text[start + i])
+                for at in range(start, start + n):
+                    text.append(text[at])
                 break
         return Draft(text[length:])
 
@@ -105,7 +103,7 @@ class ModelDraft:
 
     @torch.inference_mode()
     def propose(self, state: SamplerState, n: int) -> Draft:
-        """See :class:`Drafter`. Raises :class:`RequestError` where the model's logits are not finite."""
+        """Raises :class:`RequestError` where the model's logits are not finite."""
         text, fork = [*state.prompt_ids, *state.generated], fork_state(state)
         # All tokens before the newest one were accepted. What was fed after them is overwritten.
         self.cache.length = min(self.cache.length, len(text) - 1)
@@ -115,7 +113,7 @@ class ModelDraft:
             if is_greedy:
                 token = int(sample(logits, [fork]))
             else:
-                q = distribution(penalise(logits.float(), [fork]), [state.params])
+                q = next_distribution(logits, fork)
                 token = int(sample_inverse_cdf(q, uniform_draws([fork], q.device)))
                 probs.append(q[0])
             tokens.append(token)
@@ -147,7 +145,7 @@ def verify_draft(logits: Tensor, draft: Draft, state: SamplerState) -> list[int]
         if draft.probs is None or row == len(draft.tokens):
             token = int(sample(logits[row : row + 1], [fork]))
         else:
-            p = distribution(penalise(logits[row : row + 1].float(), [fork]), [state.params])[0]
+            p = next_distribution(logits[row : row + 1], fork)[0]
             token = accept_or_resample(p, draft.probs[row], draft.tokens[row], state.draw(), state.draw())
         tokens.append(token)
         fork.generated.append(token)
@@ -205,28 +203,26 @@ class SpeculativeRequest:
         self.cache = PagedCache(engine.config, n_blocks, BLOCK_SIZE, engine.device, engine.dtype)
         self.table = BlockTable(list(range(n_blocks)))
         draft = engine.draft
-        self.drafter: Drafter = PromptLookup() if draft is None else ModelDraft(draft.model, request.kv_limit)
+        self.drafter = PromptLookup() if draft is None else ModelDraft(draft.model, request.kv_limit)
 
 
 class SpeculativeEngine(Engine):
-    """Drafts, checked a pass at a time. The output is that of the model alone, whatever the draft is worth.
+    """Drafts, checked a pass at a time, of one request after another.
 
     Greedy requests get the tokens that any engine gives them, and so do seeded ones while drafts are looked up. Where
-    a draft model draws tokens itself, they follow the same distribution.
-
-    Requests are served one after another. It pays where a pass's time is the reading of weights: with many rows the
-    products are busy without drafts, and what is not accepted is work lost. The tokens of a pass come at one moment,
-    and traces say so: inter-token latency is zeros and whole passes. ``speculation`` counts the last run, so far.
-    ``draft`` is ``prompt-lookup``, or a model of the same vocabulary and device: by name, or loaded already.
+    a draft model draws tokens itself, they follow the same distribution. It pays where a pass's time is the reading of
+    weights: with many rows the products are busy without drafts, and what is not accepted is work lost. The tokens of a
+    pass come at one moment: inter-token latency is zeros and whole passes. ``speculation`` counts the last run, so far.
     """
 
     name = "speculative"
+    crops = False
 
     def __init__(
         self,
         loaded: LoadedModel,
         *,
-        draft: str | LoadedModel = LOOKUP,
+        draft: str | LoadedModel = LOOKUP,  # or a model of the same vocabulary and device: by name, or loaded already
         n_draft: int = 4,
         speed: Optimizations | None = None,
     ) -> None:
@@ -252,11 +248,6 @@ class SpeculativeEngine(Engine):
         if (device := next(draft.model.parameters()).device) != self.device:
             raise DeviceError(f"draft '{draft.name}' is on {device} and not on {self.device}: give it by name")
         return draft
-
-    def refuse(self, request: Request) -> None:
-        """Refuse cropping: the cache holds tokens at their own positions."""
-        if request.params.on_full == "crop":
-            raise RequestError("the speculative engine does not crop; use on_full='stop', or the cached engine")
 
     def run(self, requests: list[Request]) -> Generator[Event, None, None]:
         self.speculation = Speculation()

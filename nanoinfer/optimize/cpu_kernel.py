@@ -33,6 +33,7 @@ PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("attention", "prod
 Weights = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[Weights, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 SLAB, GROUP = 32, 32  # as in step.cpp
+NATIVE = ("-march=native",)
 BUILD_SECONDS = 300  # time-out of the compiler
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab")
@@ -51,7 +52,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-def build(flags: Sequence[str] = ("-march=native",)) -> Path:
+def build(flags: Sequence[str] = NATIVE) -> Path:
     """The compiled library, built once a source, compiler, target (``flags``) and processor; else DeviceError."""
     if (cxx := compiler()) is None:
         raise DeviceError("no C++ compiler here (c++, g++ or clang++): install one, or do without the kernel")
@@ -64,11 +65,9 @@ def build(flags: Sequence[str] = ("-march=native",)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        target = [*flags, "-shared", "-fPIC", "-pthread", "-w", "-o", str(built)]
+        options = ["-O3", "-std=c++17", *flags, "-shared", "-fPIC", "-pthread", "-w", "-o", str(built)]
         try:
-            done = subprocess.run(
-                [cxx, "-O3", "-std=c++17", *target, str(SOURCE)], capture_output=True, text=True, timeout=BUILD_SECONDS
-            )
+            done = subprocess.run([cxx, *options, str(SOURCE)], capture_output=True, text=True, timeout=BUILD_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeviceError(f"the C++ compiler did not build the kernel: {error}") from None
         if done.returncode:
@@ -100,11 +99,7 @@ class DecodeKernel:
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        weights: Weights | None = None,
-        threads: int | None = None,
-        flags: Sequence[str] = ("-march=native",),
+        self, model: Decoder, weights: Weights | None = None, threads: int | None = None, flags: Sequence[str] = NATIVE
     ) -> None:
         check_dense(model.config, "the kernel")
         embedding: Tensor = model.embedding.weight
@@ -122,7 +117,6 @@ class DecodeKernel:
         )  # fmt: skip
         self._lib = _library(build(flags))
         self._handle = self._lib.ni_new(ctypes.byref(shape), c.norm_eps)
-        self._alive = [embedding]
         for index, (weight, bias) in enumerate(_linears(model)):
             slabs, b = pack(weight, self.weights), None if bias is None else bias.float().contiguous()
             self._lib.ni_linear(self._handle, index, _address(slabs), _address(b))
@@ -131,7 +125,7 @@ class DecodeKernel:
             self._lib.ni_norm(self._handle, index, _address(w), _address(b))
         positions = model.wpe.weight if isinstance(model, GPT2) else None
         inv_freq = model.inv_freq.float().contiguous() if isinstance(model, Llama) else None
-        self._alive += [x for x in (positions, inv_freq) if x is not None]
+        self._alive = embedding, positions, inv_freq
         self._lib.ni_embed(self._handle, embedding.data_ptr(), _address(positions), _address(inv_freq))
 
     def __del__(self) -> None:

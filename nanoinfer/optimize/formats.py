@@ -149,12 +149,8 @@ def fit_int4_groups(weight: Tensor, energy: Tensor, group: int) -> Int4Groups:
         error = error_of(fit)
         better = error < least
         least = torch.where(better, error, least)
-        wide = better.repeat_interleave(group, 1)
-        best = Int4Groups(
-            torch.where(wide, fit.codes, best.codes),
-            torch.where(better, fit.steps, best.steps),
-            torch.where(better, fit.middles, best.middles),
-        )
+        masks = (better.repeat_interleave(group, 1), better, better)  # of codes, steps and middles
+        best = Int4Groups(*(torch.where(*choice) for choice in zip(masks, fit, best, strict=True)))
     return best
 
 

@@ -16,17 +16,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import DeviceError, RequestError
 from nanoinfer.models.model import Decoder
-from nanoinfer.optimize.formats import (
-    fit_int4_groups,
-    fit_int8_rows,
-    from_int4_groups,
-    from_int8_rows,
-    from_nibbles,
-    to_fp8_rows,
-    to_int4_groups,
-    to_int8_rows,
-    to_nibbles,
-)
+from nanoinfer.optimize import formats
 from nanoinfer.optimize.linear import check_dense
 
 Quantised = Literal["int8", "int4", "fp8"]
@@ -108,13 +98,15 @@ class Int8Linear(QuantisedLinear):
 
     def __init__(self, linear: nn.Linear, energy: Tensor | None = None) -> None:
         weight, dtype = linear.weight, torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float32
-        whole, scales = to_int8_rows(weight, dtype) if energy is None else fit_int8_rows(weight, energy, dtype)
+        whole, scales = (
+            formats.to_int8_rows(weight, dtype) if energy is None else formats.fit_int8_rows(weight, energy, dtype)
+        )
         super().__init__(linear, whole=whole, scales=scales)
 
     def product(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype != torch.float16:  # sums of 127 times the input can overflow float16
             return torch.ops.nanoinfer.int8_linear(x, self.whole, self.scales)  # type: ignore[no-any-return]
-        return F.linear(x, from_int8_rows(self.whole, self.scales).to(x.dtype))
+        return F.linear(x, formats.from_int8_rows(self.whole, self.scales).to(x.dtype))
 
 
 class Int4Linear(QuantisedLinear):
@@ -131,13 +123,13 @@ class Int4Linear(QuantisedLinear):
         padding = -n_in % group
         weight = F.pad(linear.weight.float(), (0, padding, 0, -n_out % OUTPUTS))
         if energy is None:
-            codes, steps, middles = to_int4_groups(weight, group)
+            codes, steps, middles = formats.to_int4_groups(weight, group)
         else:
-            codes, steps, middles = fit_int4_groups(weight, F.pad(energy, (0, padding)), group)
+            codes, steps, middles = formats.fit_int4_groups(weight, F.pad(energy, (0, padding)), group)
         if weight.device.type == "cpu":
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         else:
-            packed = to_nibbles(codes)
+            packed = formats.to_nibbles(codes)
         super().__init__(linear, packed=packed, grid=torch.stack((steps, middles), -1).transpose(0, 1).contiguous())
         self.group, self.padding = group, padding
 
@@ -154,7 +146,7 @@ class Int4Linear(QuantisedLinear):
 def dequantise_int4(nibbles: Tensor, grid: Tensor) -> Tensor:
     """``[N, K]`` float32 from codes ``[N, K / 2]``, two a byte, and the groups' steps and middles ``[G, N, 2]``."""
     steps, middles = grid.transpose(0, 1).unbind(-1)
-    return from_int4_groups(from_nibbles(nibbles), steps, middles)
+    return formats.from_int4_groups(formats.from_nibbles(nibbles), steps, middles)
 
 
 class Fp8Linear(QuantisedLinear):
@@ -164,11 +156,11 @@ class Fp8Linear(QuantisedLinear):
     scales: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        narrow, scales = to_fp8_rows(linear.weight)
+        narrow, scales = formats.to_fp8_rows(linear.weight)
         super().__init__(linear, narrow=narrow, scales=scales)
 
     def product(self, x: Tensor) -> Tensor:
-        rows, scales = to_fp8_rows(x.reshape(-1, x.shape[-1]))
+        rows, scales = formats.to_fp8_rows(x.reshape(-1, x.shape[-1]))
         out: Tensor = torch._scaled_mm(
             rows, self.narrow.t(), scale_a=scales[:, None], scale_b=self.scales[None], out_dtype=torch.bfloat16
         )
@@ -236,11 +228,9 @@ def quantise(model: Decoder, weights: Quantised, calibration: Calibration | None
 
 def bits_per_weight(model: Decoder) -> float:
     """Mean bits of a weight of the layers' products, scales and padding included, biases not."""
-    quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
-    plain = [linear.weight for _, linear in layer_linears(model)]
-    n_bytes = sum(module.nbytes for module in quantised) + sum(weight.nbytes for weight in plain)
-    numbers = sum(module.n_in * module.n_out for module in quantised) + sum(weight.numel() for weight in plain)
-    return 8 * n_bytes / numbers
+    sizes = [(m.nbytes, m.n_in * m.n_out) for m in model.modules() if isinstance(m, QuantisedLinear)]
+    sizes += [(linear.weight.nbytes, linear.weight.numel()) for _, linear in layer_linears(model)]
+    return 8 * sum(n_bytes for n_bytes, _ in sizes) / sum(numbers for _, numbers in sizes)
 
 
 def check_fp8(device: torch.device, linears: Mapping[str, nn.Linear]) -> None:

@@ -97,16 +97,16 @@ class RankEngine(CachedEngine):
     a seed draw differently on each rank, so it chooses the tokens and broadcasts them.
     """
 
+    crops = False  # which moves all positions
+
     def __init__(self, loaded: LoadedModel, comm: Communicator, sampling_rank: int) -> None:
         super().__init__(loaded)
         self.comm, self.sampling_rank = comm, sampling_rank
 
     def refuse(self, request: Request) -> None:
-        """Refuse logprobs, which only one rank could give, and cropping, which moves all positions."""
+        """Refuse logprobs, which only one rank could give."""
         if request.params.logprobs is not None:
             raise RequestError(f"the {self.name} engine keeps no logprobs: one rank alone has the logits; use 'cached'")
-        if request.params.on_full == "crop":
-            raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
 
     def choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
         """The sampling rank's tokens, on every rank: ``R`` int64 in one broadcast."""

@@ -1,11 +1,11 @@
 """Which ids top-k, top-p and min-p keep: once by sorting, as the reference, and once without.
 
-A sort puts the whole vocabulary in order to find a boundary that most often lies among the
-first few dozen ids. So: take the few best of each row, and filter those. A row whose boundary
-lies further down is counted into buckets instead, by the leading bits of its probabilities.
+A sort puts the whole vocabulary in order to find a boundary that most often lies among the first few dozen ids. So:
+take the few best of each row, and filter those. A row whose boundary lies further down is counted into buckets instead,
+by the leading bits of its probabilities.
 
-All three keep the same ids, to the last tie. Sums decide which ids stay, and a sum of floats
-depends on its order; so masses are whole numbers of 2**-48, whose sums are exact in fp64.
+All three keep the same ids, to the last tie. Sums decide which ids stay, and a sum of floats depends on its order; so
+masses are whole numbers of 2**-48, whose sums are exact in fp64.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def mass(probs: Tensor) -> Tensor:
 def keep_ordered(ordered: Tensor, limits: Limits) -> Tensor:
     """Which columns stay, ``[R, N]`` bool, of probabilities that fall from left to right.
 
-    Top-k, then top-p, then min-p, each on what the one before left. Top-p keeps an id when the mass
-    *before* it is below p of what top-k left: so the id that crosses p stays, and so does the first
-    whatever p is. The columns may be the N best of more, if some of them are dropped: see :func:`best_few`.
+    Top-k, then top-p, then min-p, each on what the one before left. Top-p keeps an id when the mass *before* it is
+    below p of what top-k left: so the id that crosses p stays, and so does the first whatever p is. The columns may be
+    the N best of more, if some of them are dropped: see :func:`best_few`.
     """
     keep = (torch.arange(ordered.shape[-1], device=ordered.device) < limits.top_k) & (ordered > 0)
     masses = mass(ordered) * keep
@@ -74,9 +74,8 @@ def keep_by_sorting(probs: Tensor, limits: Limits) -> Tensor:
 def best_few(probs: Tensor, limits: Limits, few: int = FEW) -> tuple[Tensor, Tensor, Tensor]:
     """Filter the ``few`` best ids of each row, which is all that most rows need.
 
-    Returns:
-        ids ``[R, few]``, ascending; their probabilities ``[R, few]``, 0 for dropped ones;
-        and ``[R]`` bool, whether that is all the row keeps. Where it is False the row's other columns mean nothing.
+    Returns ids ``[R, few]``, ascending; their probabilities ``[R, few]``, 0 for dropped ones; and ``[R]`` bool, whether
+    that is all the row keeps. Where it is False the row's other columns mean nothing.
     """
     few = min(few, probs.shape[-1])
     ids = probs.topk(few, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -112,12 +111,10 @@ def keep_by_counting(probs: Tensor, limits: Limits) -> Tensor:
 
 
 def top_by_counting(probs: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-    """The most likely ids, lowest first among equals, until their weight reaches ``reach``: ``[R, V]`` bool.
+    """The most likely ids, lowest first among equals, each of which stays if the weight before it is below ``reach``.
 
-    Args:
-        probs: ``[R, V]`` fp32, none negative.
-        weight: of each id, ``[R, V]`` fp64 whole numbers, the same for equals. Ones count ids, masses add up mass.
-        reach: ``[R, 1]`` fp64. An id stays when the weight before it is less.
+    ``[R, V]`` bool of ``probs`` ``[R, V]`` fp32, none negative. ``weight`` is ``[R, V]`` fp64 whole numbers, the same
+    for equals: ones count ids, masses add up mass. ``reach`` is ``[R, 1]`` fp64.
     """
     bits = probs.view(torch.int32)  # floats that are not negative have the order of their bits
     edge = torch.zeros_like(reach, dtype=torch.int32)  # the least probability that stays, ten bits at a time

@@ -1,9 +1,8 @@
 """From logits to a token, for a batch in which each row has its own settings.
 
-The order is fixed: repetition penalty, frequency and presence penalty, temperature,
-top-k, top-p, min-p, each on what the one before left. Temperature 0 is greedy (the
-lowest id on a tie). Each row draws one uniform number from its own generator,
-so what a seeded request says never depends on its neighbours in the batch.
+The order is fixed: repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, each on what
+the one before left. Temperature 0 is greedy (the lowest id on a tie). Each row draws one uniform number from its own
+generator, so what a seeded request says never depends on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -123,10 +122,9 @@ def softmax_with_temperature(logits: Tensor, params: Sequence[SamplingParams]) -
 
 
 def sample_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
-    """The first column of each row, ``[R]``, at which the cumulative mass exceeds the draw.
+    """The first column of each row, ``[R]``, at which the cumulative mass exceeds the draw; none of probability 0.
 
     ``probs`` is ``[R, N]``, whose rows need not sum to 1; ``draws`` is ``[R, 1]`` fp64 in [0, 1).
-    A column of probability 0 is never chosen.
     """
     cumulative = mass(probs).cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -176,8 +174,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The model's own log-probabilities of raw logits ``[B, V]``: before penalties, temperature and filters.
 
-    Returns:
-        of the chosen ids ``[B]``; of the ``count`` most likely ids ``[B, count]``; these ids ``[B, count]``.
+    Returns those of the chosen ids ``[B]``, those of the ``count`` most likely ids ``[B, count]``, and these ids.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     best, ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
