@@ -28,6 +28,10 @@ class RequestError(NanoinferError):
     """A prompt or a setting that no engine can serve."""
 
 
+class EngineError(RequestError):
+    """The engine failed while it served a request that is not at fault."""
+
+
 class DeviceError(NanoinferError):
     """A device or dtype that this machine does not have."""
 

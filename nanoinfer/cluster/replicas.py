@@ -55,8 +55,8 @@ class Replica:
 
     def check_health(self) -> None:
         """Called by Serve every few seconds: it replaces a replica that raises here, or does not answer."""
-        if not self.service.async_engine.is_alive:
-            raise RuntimeError("the engine's thread has ended: nothing would be answered any more")
+        if problem := self.service.async_engine.problem(self.service.limits.step_s):
+            raise RuntimeError(f"{problem}: nothing would be answered any more")
 
     def __del__(self) -> None:
         """Called by Serve after the last request."""

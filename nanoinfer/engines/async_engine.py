@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from nanoinfer.engines.engine import Prompt
 from nanoinfer.engines.request import Completion, Deliver, Event, Request, RequestCancelled, is_last, unwrap
@@ -40,6 +40,10 @@ class SteppableEngine(Protocol):
     def cancel_all(self) -> None: ...
 
     def step(self) -> None: ...
+
+
+#: Steps in a row that may fail before the engine counts as broken.
+MOST_FAILURES: Final = 3
 
 
 class QueueFull(RequestError):
@@ -145,14 +149,20 @@ class AsyncEngine:
         self._is_closed = False
         self._closing = threading.Lock()  # a request is added before the engine is closed, or not at all
         self._wake = threading.Event()
+        self._step_began: float | None = None
+        self._failures = 0  # of the last steps, in a row
         self._thread = threading.Thread(target=self._run_steps, name="nanoinfer-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that is still in a step when Python ends makes it crash
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread that steps is there: without it, callers would wait for ever."""
-        return self._thread.is_alive()
+    def problem(self, longest_step_s: float) -> str | None:
+        """Why callers would wait for ever: no thread, a step that hangs, or steps that all fail; else ``None``."""
+        began = self._step_began
+        if not self._thread.is_alive():
+            return "the engine's thread has ended"
+        if began is not None and (seconds := now() - began) > longest_step_s:
+            return f"a step has been running for {seconds:.0f} s"
+        return f"the last {self._failures} steps failed" if self._failures >= MOST_FAILURES else None
 
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, wait: bool = True) -> Stream:
         """Queue one prompt, once there is a free slot, in the order of the calls.
@@ -203,7 +213,11 @@ class AsyncEngine:
             if not self.engine.busy:
                 self._wake.wait()
                 continue
+            self._step_began = now()
             try:
                 self.engine.step()
+                self._failures = 0
             except Exception:  # the model failed, not a request: all readers have the error, and the log the cause
                 logging.getLogger(__name__).exception("a step failed")
+                self._failures += 1
+            self._step_began = None

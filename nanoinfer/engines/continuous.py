@@ -23,7 +23,7 @@ from nanoinfer.engines.async_engine import AsyncEngine, Stream
 from nanoinfer.engines.engine import Engine, NonFiniteLogits, Prompt
 from nanoinfer.engines.request import Deliver, Event, Request, RequestCancelled, is_last, unwrap
 from nanoinfer.engines.scheduler import Chunk, Scheduler, SequenceState
-from nanoinfer.errors import RequestError, check
+from nanoinfer.errors import EngineError, RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.stalls import StepNote
 from nanoinfer.models.registry import LoadedModel
@@ -160,7 +160,7 @@ class ContinuousEngine(Engine):
                 self.on_step(StepNote(start, now(), single, plan.n_tokens - single, lost))
         except BaseException as error:  # what is half done cannot be continued
             for sequence in list(self._sequences()):
-                self._fail(sequence, RequestError(f"the engine failed: {type(error).__name__}: {error}"))
+                self._fail(sequence, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
 
     def _forward(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:

@@ -29,7 +29,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     429: {"description": "No slot is free; try again after Retry-After seconds."},
-    503: {"description": "The server is closing."},
+    503: {"description": "The server is closing, or its engine is broken."},
     504: {"description": "The answer took too long."},
 }
 
@@ -51,9 +51,11 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     install_handlers(app)
     app.add_middleware(LimitsMiddleware, api_key=api_key, body_bytes=service.limits.body_bytes)
 
-    @app.get("/health")
+    @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> dict[str, str]:
-        """Health probe."""
+        """Health probe: whether the engine makes steps, not only whether the server answers."""
+        if problem := service.async_engine.problem(service.limits.step_s):
+            raise APIError(503, f"unhealthy: {problem}")
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=Response, responses={401: ERRORS[401]})

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from nanoinfer.engines.async_engine import QueueFull
-from nanoinfer.errors import NanoinferError, RequestError, TokenizerError
+from nanoinfer.errors import EngineError, NanoinferError, RequestError, TokenizerError
 
 RETRY_S = 1  # slots free up within about a second
 
@@ -44,6 +44,8 @@ def to_api_error(error: Exception) -> APIError:
             return error
         case QueueFull():
             return APIError(429, str(error), code="rate_limit_exceeded")
+        case EngineError():  # the log has it; a client is told nothing of the inside
+            pass
         case RequestError() | TokenizerError():
             return APIError(400, str(error))
         case NanoinferError():

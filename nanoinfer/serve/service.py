@@ -25,6 +25,7 @@ class ServerLimits:
     choices: int = 16  # of a request: prompts times n
     outstanding: int = 256  # prompts that run or wait at a time; more are answered 429
     seconds: float = 600.0  # that an answer may take
+    step_s: float = 120.0  # that a step may take before /health reports the engine as hung
 
 
 class Service:

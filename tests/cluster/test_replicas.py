@@ -56,10 +56,10 @@ def test_it_answers_as_the_server_does_and_is_well_as_long_as_its_engine_is() ->
 def test_it_takes_its_engine_along() -> None:
     replica = Replica(OPTIONS)
     engine = replica.service.async_engine
-    assert engine.is_alive
+    assert engine.problem(60) is None
     del replica
     gc.collect()
-    assert not engine.is_alive
+    assert engine.problem(60) is not None
 
 
 def test_a_worker_gives_a_row_for_each_prompt_whatever_is_wrong_with_it() -> None:

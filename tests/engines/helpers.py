@@ -237,13 +237,13 @@ async def serving(engine: ContinuousEngine, max_outstanding: int = 256) -> Async
         assert engine.pool.used == 0
         engine.pool.check([])
         await asyncio.sleep(0)
-        if async_engine.is_alive:
+        if async_engine.problem(60) is None:
             await check_slots(async_engine)
     finally:
         if isinstance(engine, Gated):
             engine.let(1000)
         await in_thread(async_engine.close)
-        assert not async_engine.is_alive
+        assert async_engine.problem(60) == "the engine's thread has ended"
 
 
 async def check_slots(async_engine: AsyncEngine) -> None:

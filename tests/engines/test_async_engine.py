@@ -478,7 +478,7 @@ def test_close_while_busy_ends_every_reader() -> None:
                     await refused
             with pytest.raises(RequestError, match="was closed"):
                 await async_engine.submit([1], LONG)
-            assert not async_engine.is_alive
+            assert async_engine.problem(60) == "the engine's thread has ended"
             assert (engine.pool.used, engine.busy) == (0, False)
             async_engine.close()  # again
             ALONE.check(engine.generate([[1]], GREEDY)[0], GREEDY)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from nanoinfer.engines.continuous import ContinuousEngine
 from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.serve.service import ServerLimits
 from tests.engines.helpers import LLAMA, tiny
-from tests.serve.helpers import FORTY, TEMPLATE, Server, saying, serving
+from tests.serve.helpers import FORTY, SECONDS, TEMPLATE, Server, saying, serving
+
+
+def soon(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +204,49 @@ def test_models_and_health(server: Server) -> None:
     assert server.client.get("/v1/models/m").json() == model
     assert server.client.get("/v1/models/other").status_code == 404
     assert server.client.get("/health").json() == {"status": "ok"}
+
+
+def test_health_knows_an_engine_whose_thread_has_ended() -> None:
+    with serving(saying()) as server:
+        assert server.client.get("/health").status_code == 200
+        server.service.async_engine.close()
+        answer = server.client.get("/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "unhealthy: the engine's thread has ended"
+
+
+def test_health_knows_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, step = threading.Event(), ContinuousEngine.step
+
+    def hang(engine: ContinuousEngine) -> None:
+        release.wait(SECONDS)
+        step(engine)
+
+    monkeypatch.setattr(ContinuousEngine, "step", hang)
+    with serving(saying(), ServerLimits(step_s=0.2)) as server, ThreadPoolExecutor() as pool:
+        call = pool.submit(server.complete, max_tokens=1)
+        problem = server.service.async_engine.problem
+        soon(lambda: problem(0.2) is not None)
+        answer = server.client.get("/health")
+        release.set()
+        assert answer.status_code == 503
+        assert "a step has been running for" in answer.json()["error"]["message"]
+        assert call.result().status_code == 200
+        soon(lambda: server.client.get("/health").status_code == 200)
+
+
+def test_health_knows_an_engine_whose_steps_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = saying()
+    with serving(loaded) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(loaded.model, "head", lambda *_: 1 / 0)
+            states = []
+            for _ in range(3):
+                assert server.complete(max_tokens=2).status_code == 500
+                states.append(server.client.get("/health").status_code)
+        assert states == [200, 200, 503]
+        assert server.complete(max_tokens=2).status_code == 200
+        assert server.client.get("/health").status_code == 200
 
 
 def test_metrics_count_what_was_served() -> None:
