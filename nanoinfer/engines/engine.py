@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nanoinfer.engines.request import Completion, Event, Request, TokenLogprob, check_prompt
+from nanoinfer.engines.request import Completion, Event, Request, TokenLogprob
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.trace import Trace
@@ -86,23 +86,33 @@ class Engine(ABC):
         if odd := [setting for setting in settings if not isinstance(setting, SamplingParams)]:
             raise RequestError(f"settings are given as SamplingParams(...), not as {type(odd[0]).__name__}")
         requests: list[Request] = []
-        context = self.config.context
         for prompt, setting in zip(prompt_list, settings, strict=True):
             ids = self.encode(prompt)
-            if setting.stop and self.tokenizer is None:
-                raise RequestError(f"stop strings need a tokenizer, and {self.loaded.name} has none; use stop_ids")
-            if setting.on_full == "crop" and not self.crops:
-                raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
-            check_prompt(ids, setting, context, self.config.vocab_size)
+            self._check(ids, setting)
             for number in range(setting.n):
                 trace = Trace(t_scheduled=scheduled, t_sent=scheduled, prompt_tokens=len(ids))
                 # A seed of its own for each sample, within 64 bits.
                 seed = None if setting.seed is None else (setting.seed + number + 2**63) % 2**64 - 2**63
-                own, eos_ids = replace(setting, seed=seed), self.loaded.eos_ids
-                request = Request(len(requests), ids, own, self.tokenizer, eos_ids, context, trace, number)
+                request = Request(len(requests), ids, replace(setting, seed=seed), self.loaded, trace, number)
                 self.refuse(request)
                 requests.append(request)
         return requests
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop strings need a tokenizer, and {self.loaded.name} has none; use stop_ids")
+        if params.on_full == "crop" and not self.crops:
+            raise RequestError(f"the {self.name} engine does not crop; use on_full='stop', or the cached engine")
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        if odd := [i for i in (min(ids), max(ids)) if not 0 <= i < self.config.vocab_size]:
+            raise RequestError(f"prompt id {odd[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+        room = self.config.context - len(ids)
+        if room < 0 or (room == 0 and params.max_tokens and params.on_full == "stop"):
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the model's context is {self.config.context}: "
+                f"shorten it to {self.config.context - 1} tokens or fewer"
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a text gets the begin-of-sequence id that its tokenizer adds."""

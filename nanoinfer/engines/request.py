@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from nanoinfer.errors import RequestError
 from nanoinfer.measure.trace import Trace
+from nanoinfer.models.registry import LoadedModel
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sample import SamplerState
 from nanoinfer.text.stopping import StopChecker
-from nanoinfer.text.tokenizer import Detokenizer, Tokenizer
+from nanoinfer.text.tokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -81,22 +82,22 @@ class Request:
     index: int
     prompt_ids: list[int]
     params: SamplingParams
-    tokenizer: Tokenizer | None
-    eos_ids: frozenset[int]
-    context: int
+    loaded: LoadedModel
     trace: Trace
     sample: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sampler: SamplerState = field(init=False)
+    limit: int = field(init=False)  # most tokens it can generate, given its settings and the context
 
     def __post_init__(self) -> None:
         self.sampler = SamplerState(self.params, self.prompt_ids)
-        self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
+        self._detokenizer = Detokenizer(self.loaded.tokenizer) if self.loaded.tokenizer else None
         self._stopper = StopChecker(self.params.stop)
-        ends = set(self.params.stop_ids)
-        self._end_ids = ends if self.params.ignore_eos else ends | self.eos_ids
+        room = self.loaded.model.config.context - len(self.prompt_ids)
+        self.limit = self.params.max_tokens if self.params.on_full == "crop" else min(self.params.max_tokens, room)
+        self._end_ids = {*self.params.stop_ids, *(() if self.params.ignore_eos else self.loaded.eos_ids)}
 
     @property
     def generated(self) -> list[int]:
@@ -109,13 +110,6 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.generated)
-
-    @property
-    def limit(self) -> int:
-        """Most tokens this request can generate, given its settings and the context."""
-        if self.params.on_full == "crop":
-            return self.params.max_tokens
-        return min(self.params.max_tokens, self.context - len(self.prompt_ids))
 
     @property
     def kv_limit(self) -> int:
@@ -161,18 +155,3 @@ class Request:
             raise RequestError(f"request {self.index} {went_on if self.trace.t_end is None else ended}")
         logs = None if self.params.logprobs is None else self.logprobs
         return Completion(self.text, list(self.generated), self.finish_reason, list(self.prompt_ids), self.trace, logs)
-
-
-def check_prompt(ids: Sequence[int], params: SamplingParams, context: int, vocab_size: int) -> None:
-    """Raise :class:`RequestError` for an empty prompt, an id outside the vocabulary, or no room in the context."""
-    if not ids:
-        raise RequestError("the prompt is empty; give at least one token")
-    if (low := min(ids)) < 0 or max(ids) >= vocab_size:
-        odd = low if low < 0 else max(ids)
-        raise RequestError(f"prompt id {odd} is outside the vocabulary (0 to {vocab_size - 1})")
-    room = context - len(ids)
-    if room < 0 or (room == 0 and params.max_tokens and params.on_full == "stop"):
-        raise RequestError(
-            f"the prompt has {len(ids)} tokens and the model's context is {context}: "
-            f"shorten it to {context - 1} tokens or fewer"
-        )

@@ -188,11 +188,6 @@ class Speculation:
     def acceptance(self) -> float:
         return self.accepted / max(1, self.drafted)
 
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens delivered for each pass, from 1 to ``n_draft + 1``; 0 where there was none."""
-        return (self.passes + self.accepted) / max(1, self.passes)
-
 
 class SpeculativeRequest:
     """One request under way: its keys and values in a cache of its own, and what drafts for it."""

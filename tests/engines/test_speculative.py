@@ -60,7 +60,7 @@ def test_a_real_model_that_repeats_itself_takes_fewer_passes() -> None:
     params = SamplingParams(max_tokens=16)
     engine = SpeculativeEngine(loaded)
     assert engine.generate(prompt, params)[0].token_ids == CachedEngine(loaded).generate(prompt, params)[0].token_ids
-    assert engine.speculation.tokens_per_pass > 2
+    assert engine.speculation.accepted > engine.speculation.passes  # more than two tokens a pass
 
 
 @pytest.mark.parametrize("speed", [Optimizations(kernel=True), Optimizations(fuse=True)], ids=["kernel", "fused"])
@@ -117,7 +117,7 @@ def test_a_draft_equal_to_its_target_is_kept_whole(family: str) -> None:
     params = SamplingParams(max_tokens=9, temperature=1.0, top_k=50, frequency_penalty=0.5, seed=5, n=4)
     done = engine.generate([[1, 2, 3]], params)
     assert engine.speculation == Speculation(passes=4 * 3, drafted=4 * 6, accepted=4 * 6)
-    assert (engine.speculation.acceptance, engine.speculation.tokens_per_pass) == (1.0, 3.0)
+    assert engine.speculation.acceptance == 1.0
     assert len({tuple(c.token_ids) for c in done}) > 1
 
 
@@ -240,7 +240,7 @@ def test_tokens_of_a_pass_come_at_one_moment() -> None:
 def test_each_run_counts_anew() -> None:
     engine = SpeculativeEngine(TINY["llama"], draft=TINY["llama"], n_draft=2)
     assert engine.speculation == Speculation()
-    assert (Speculation().acceptance, Speculation().tokens_per_pass) == (0, 0)
+    assert Speculation().acceptance == 0
     for _ in range(2):
         engine.generate([[1]], SamplingParams(max_tokens=4))
         assert engine.speculation == Speculation(passes=2, drafted=2, accepted=2)
