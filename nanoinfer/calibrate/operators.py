@@ -45,6 +45,8 @@ CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
 SHORT = 16  # the context at which whole layers are timed
 STEPS = 8  # of the engine, after a prompt
+#: How many times as long a pass may take, or the kept timings, before these are taken again.
+STILL = 1.2
 #: Enough layers that keys and values come from memory and not from the processor's cache.
 ATTENTION_BYTES = 2**28
 #: Rows, a whole layer's seconds, and those of its attention.
@@ -56,27 +58,45 @@ GPT2_NAMES = {"attn.c_attn": "qkv", "attn.c_proj": "o_proj", "mlp.c_fc": "up_pro
 def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
     """The machine at hand, as this model meets it: for :mod:`nanoinfer.theory.roofline`.
 
-    Timings are kept in the user's cache for a day, unless other work slowed them down; ``fresh`` takes them again.
+    Timings are kept in the user's cache for a day, unless other work slowed them down. They are taken again with
+    ``fresh``, and where a pass through the layers now takes another time than they say.
     Peak and bandwidth are those of the fastest product: what this model's own operators reach, below what the
     machine could do.
     """
     config, weight = loaded.model.config, next(loaded.model.parameters())
-    dtype, waited = str(weight.dtype).removeprefix("torch."), 0.0
+    dtype, waited, is_new = str(weight.dtype).removeprefix("torch."), 0.0, False
 
     def measure() -> OperatorCurves:
-        nonlocal waited
+        nonlocal waited, is_new
+        is_new = True
         curves, share = queued(lambda: measure_operators(loaded))
         waited = share or 0.0
         return curves
 
     code = (Path(package.__path__[0]) for package in (cache, engines, models))
     path = cache_file("operators", [loaded.name, dtype, weight.device, *machine_key()], code)
-    curves = cached(path, OperatorCurves, measure, max_age_s=KEEP_S, fresh=fresh, keep=lambda _: waited <= MAX_WAITED)
+    take = partial(cached, path, OperatorCurves, measure, max_age_s=KEEP_S, keep=lambda _: waited <= MAX_WAITED)
+    curves = take(fresh=fresh)
+    if not is_new and not _hold(curves, loaded):
+        curves = take(fresh=True)
     matrices = [m for m in (*layer_matrices(config, 0), head_matrix(config)) if m.name in curves.products]
     sizes = [(m.rows * m.columns, curves.products[m.name]) for m in matrices]
     peak = max(2 * n * rows / curve.at(rows) for n, curve in sizes for rows in ROWS)
     bandwidth = max(n * weight.itemsize / curve.at(1) for n, curve in sizes)
     return Machine("this machine", dtype, peak, bandwidth, curves=curves)
+
+
+def _hold(curves: OperatorCurves, loaded: LoadedModel) -> bool:
+    """Whether a decode pass and a short prefill through the layers take about as long now as when they were timed."""
+    with torch.inference_mode():
+        timings = _Timings(loaded, repeats=3)
+        prompt = timings.prompts[:2][-1]
+        for n, context, rest in ((1, SHORT, curves.rest), (prompt, prompt, curves.rest_prefill)):
+            products = sum(curve.at(n) for name, curve in curves.products.items() if name != "lm_head")
+            then = products + curves.attention(1, n, context) + rest.at(n)
+            if not 1 / STILL < timings.layer(1, n, context) / then < STILL:
+                return False
+    return True
 
 
 def measure_operators(loaded: LoadedModel, repeats: int = 3) -> OperatorCurves:

@@ -72,6 +72,7 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(operators, "measure_operators", counted)
     monkeypatch.setattr(machine, "schedstat", lambda: None)  # as on a system without it
+    monkeypatch.setattr(operators, "_hold", lambda *_: True)
     first, again = this_machine(loaded), this_machine(loaded)
     assert first == again and len(calls) == 1
     assert this_machine(loaded, fresh=True).curves is not None and len(calls) == 2
@@ -82,6 +83,24 @@ def test_timings_are_kept_and_damage_is_noticed(monkeypatch: pytest.MonkeyPatch,
     config = loaded.model.config
     assert prefill_step(config, first, 1, 64).seconds > 0 < decode_step(config, first, 1, 64).seconds
     assert first.peak > 0 < first.bandwidth
+
+
+def test_timings_that_no_longer_hold_are_taken_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "schedstat", lambda: None)
+    loaded, calls = load_model("random:tiny-llama"), []
+    curves = measure_operators(loaded, repeats=1)
+    monkeypatch.setattr(operators, "measure_operators", lambda *_: calls.append(1) or curves)
+    then = {1: curves.rest, 64: curves.rest_prefill}
+
+    def layer_now(timings: object, batch: int, new: int, context: int) -> float:
+        products = sum(curve.at(new) for name, curve in curves.products.items() if name != "lm_head")
+        return factor * (products + curves.attention(batch, new, context) + then[new].at(new))
+
+    monkeypatch.setattr(operators._Timings, "layer", layer_now)
+    for factor, expected in ((1.0, 1), (1.1, 1), (1.3, 2), (0.7, 3)):
+        this_machine(loaded)
+        assert len(calls) == expected
 
 
 def test_timings_that_other_work_held_up_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
