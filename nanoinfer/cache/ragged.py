@@ -48,19 +48,22 @@ class RaggedSdpa:
             if n == 1:
                 lengths = [start + 1 for _, start, _ in group]
                 mask = self._mask(lengths, store)
-                self.groups.append((where, len(group), self._blocks(group, store), mask.shape[-1], mask))
+                self.groups.append((where, len(group), self._blocks(group, store), max(lengths), mask))
             else:  # with nothing written before, k and v are all that is visible
                 self.groups.append((where, 1, self._blocks(group, store) if start else None, start + n, None))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor) -> Tensor:
         out = torch.empty_like(q)
         for where, n_rows, index, visible, mask in self.groups:
-            queries = q[where].view(n_rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, n_q, n, d_h]
+            new = q[where]
             if index is None:
-                keys, values = (x[where].transpose(0, 1)[None] for x in (k, v))
+                keys, values = (x[where].transpose(0, 1)[None] for x in (k, v))  # [1, n_kv, n, d_h]
             else:
-                keys, values = (_gather(x, index)[:, :, :visible] for x in (k_blocks, v_blocks))  # [R, n_kv, S, d_h]
-            out[where] = attend(queries, keys, values, mask).view_as(q[where])
+                keys, values = (_gather(x, index) for x in (k_blocks, v_blocks))  # [R, n_kv, S, d_h]
+                if mask is None:
+                    keys, values = keys[:, :, :visible], values[:, :, :visible]
+            queries = new.view(n_rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, n_q, n, d_h]
+            out[where] = attend(queries, keys, values, mask).view_as(new)
         return out
 
     def _blocks(self, group: Sequence[Row], store: Tensor) -> Tensor:
