@@ -20,7 +20,6 @@ import torch
 from benchmarks.ledger import decode_seconds, prefill_seconds
 from benchmarks.store import options, store
 from nanoinfer.engines.continuous import ContinuousEngine
-from nanoinfer.engines.load import PROMPTS
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
 from nanoinfer.measure.stats import ratio_of_medians
@@ -111,7 +110,8 @@ def ragged(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, An
 
 def prefill(loaded: LoadedModel, rounds: int, rng: random.Random) -> dict[str, Any]:
     """FLOP/s of a prompt of 512 tokens, next to those of a large square product."""
-    engine = ContinuousEngine(loaded, token_budget=LONG, cache_tokens=2048, share_prefixes=False, speed=PROMPTS)
+    packed = Optimizations(fuse=True, pack=True)  # products as large and as few as they can be
+    engine = ContinuousEngine(loaded, token_budget=LONG, cache_tokens=2048, share_prefixes=False, speed=packed)
     prompt = [rng.randrange(loaded.model.config.vocab_size) for _ in range(LONG)]
     square = torch.randn(2048, 2048).to(engine.dtype)
     flops = prefill_flops(loaded.model.config, LONG)
