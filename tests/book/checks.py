@@ -17,6 +17,7 @@ from nanoinfer.book.chapter import read_notebook, read_parameters, tags
 from nanoinfer.errors import ChapterError
 
 PARAMETERS = {"MODEL", "DEVICE", "DTYPE", "SEED", "PROFILE"}
+FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
 LONGEST_CELL = 25
 LONGEST_FOLDED_CELL = 40  # lines
 MARKDOWN = MarkdownIt("commonmark").use(amsmath_plugin).use(dollarmath_plugin, allow_digits=False)
@@ -37,7 +38,7 @@ def is_stripped(notebook: NotebookNode, path: Path) -> Complaints:
     for number, cell in enumerate(notebook.cells, start=1):
         if cell.get("outputs") or cell.get("execution_count"):
             yield f"cell {number} carries outputs or an execution count"
-        if noise := set(cell.metadata) - {"tags", "editable", "slideshow", "jupyter"}:
+        if noise := set(cell.metadata) - {"tags", "editable", "slideshow", "jupyter", "mystnb"}:
             yield f"cell {number} carries metadata {sorted(noise)}"
     if "widgets" in notebook.metadata or "papermill" in notebook.metadata:
         yield "carries widget state or papermill's metadata"
@@ -72,6 +73,13 @@ def has_short_cells(notebook: NotebookNode, path: Path) -> Complaints:
         longest = LONGEST_FOLDED_CELL if "hide-input" in tags(cell) else LONGEST_CELL
         if (lines := len(cell.source.splitlines())) > longest:
             yield f"cell {number} has {lines} lines (at most {longest})"
+
+
+def folds_in_jupyterlab_too(notebook: NotebookNode, path: Path) -> Complaints:
+    for number, cell in _cells(notebook, "code"):
+        is_folded = bool(FOLDED & set(tags(cell)))
+        if cell.metadata.get("jupyter", {}).get("source_hidden", False) != is_folded:
+            yield f"cell {number}: 'jupyter.source_hidden' must be {str(is_folded).lower()}, as its tags have it"
 
 
 def keeps_money_out_of_maths(notebook: NotebookNode, path: Path) -> Complaints:
@@ -117,6 +125,7 @@ RULES: list[Callable[[NotebookNode, Path], Complaints]] = [
     has_parameters,
     begins_with_a_title,
     has_short_cells,
+    folds_in_jupyterlab_too,
     keeps_money_out_of_maths,
     has_working_links,
     agrees_with_the_library,

@@ -74,6 +74,8 @@ def set_metadata(**changes: object) -> Callable[[NotebookNode], None]:
         (set_metadata(language_info={"name": "julia"}), "language_info"),
         (lambda nb: nb.cells[1].metadata.update(tags=[]), "exactly one code cell tagged"),
         (lambda nb: nb.cells[1].update(source=PARAMETERS.replace("SEED", "SEEDS")), "lacks ['SEED']"),
+        (lambda nb: nb.cells[1].metadata.update(tags=["parameters", "hide-input"]), "source_hidden' must be true"),
+        (lambda nb: nb.cells[1].metadata.update(jupyter={"source_hidden": True}), "source_hidden' must be false"),
         (lambda nb: nb.cells[0].update(source="A title"), "begin with the title"),
         (lambda nb: nb.cells[0].update(id="cell-1"), "not a valid notebook"),
     ],
