@@ -8,6 +8,7 @@ page loads anything from another host.
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from nanoinfer.errors import ChapterError
 
 #: SVG output needs no fonts, which browsers refuse to pages opened from a folder.
 MATHJAX = "tex-svg.js"
+#: ``[Yu et al. (2022)](../book/bibliography.md#yu2022orca)``
+CITATION = re.compile(r"\[[^\]]*\]\(\.\./book/bibliography\.md#([\w-]+)\)")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -63,6 +66,9 @@ def show_executed_copy(app: Sphinx, docname: str, source: list[str]) -> None:
         return
     notebook = read_notebook(executed_path(Path(app.srcdir), path.stem))
     notebook.cells.insert(1, banner(run_record(notebook)))
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":  # a link for readers of the notebook, on a page a citation of that entry
+            cell.source = CITATION.sub(r"{cite:t}`\1`", cell.source)
     source[0] = nbformat.writes(notebook)
 
 

@@ -100,6 +100,10 @@ def has_working_links(notebook: NotebookNode, path: Path) -> Complaints:
                 continue
             if not (path.parent / target.split("#")[0]).exists():
                 yield f"cell {number}: link to '{target}', which does not exist"
+            elif target.startswith("../book/bibliography.md"):
+                key = target.partition("#")[2]
+                if f"{{{key}," not in (path.parent / "../book/references.bib").read_text(encoding="utf-8"):
+                    yield f"cell {number}: link to '{target}', which names no entry of references.bib (#key)"
 
 
 def agrees_with_the_library(notebook: NotebookNode, path: Path) -> Complaints:

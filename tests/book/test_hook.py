@@ -41,6 +41,17 @@ def test_fresh_chapters_are_shown_with_what_they_were_run_on(tmp_path: Path) -> 
     assert "nothing on this page" in source[0], "other pages stay as they are"
 
 
+def test_a_link_to_the_bibliography_lands_on_its_entry(tmp_path: Path) -> None:
+    said = "By [Yu et al. (2022)](../book/bibliography.md#yu2022orca), see [setup](../book/setup.md)."
+    write(tmp_path, "01_small", [("markdown", said)])
+    run_chapters(tmp_path, None, "smoke", execute=FakeKernel())
+    app, _ = sphinx(tmp_path)
+    source = [""]
+    show_executed_copy(app, "notebooks/01_small", source)
+    cells = nbformat.reads(source[0], as_version=4).cells
+    assert cells[-1].source == "By {cite:t}`yu2022orca`, see [setup](../book/setup.md)."
+
+
 def test_missing_and_changed_chapters_are_named_together(tmp_path: Path) -> None:
     write(tmp_path, "01_small", [])
     run_chapters(tmp_path, None, "smoke", execute=FakeKernel())

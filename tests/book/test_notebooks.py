@@ -122,3 +122,18 @@ def test_a_piece_that_drifted_from_the_library_is_named(tmp_path: Path, source: 
 def test_a_chapter_may_leave_the_docstring_to_its_prose(tmp_path: Path) -> None:
     other = NEAREST.replace("near a misspelt", "next to a misspelt")
     assert complaints(tmp_path, tagged(other, "nanoinfer.errors")) == []
+
+
+def test_a_citation_must_name_an_entry(tmp_path: Path) -> None:
+    (tmp_path / "book").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "book" / "bibliography.md").touch()
+    (tmp_path / "book" / "references.bib").write_text("@misc{known1900,\n}")
+    text = (
+        "[A](../book/bibliography.md#known1900), [B](../book/bibliography.md#other1900), [C](../book/bibliography.md)"
+    )
+    found = complaints(tmp_path / "notebooks", chapter([("markdown", text)]))
+    assert [complaint.split("'")[1] for complaint in found] == [
+        "../book/bibliography.md#other1900",
+        "../book/bibliography.md",
+    ]
