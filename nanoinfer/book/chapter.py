@@ -59,6 +59,10 @@ def read_notebook(path: Path) -> NotebookNode:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a doubled or missing cell id would be repaired silently
             nbformat.validate(notebook)
+        if (notebook.nbformat, notebook.nbformat_minor) < (4, 5):  # cells have ids since then
+            notebook.nbformat_minor = 5
+            for number, cell in enumerate(notebook.cells):
+                cell["id"] = f"cell-{number}"
     except (OSError, ValueError, AttributeError, Warning, nbformat.ValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ChapterError(f"{path}: not a valid notebook ({reason})") from None

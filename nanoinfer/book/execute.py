@@ -41,6 +41,7 @@ from nanoinfer.book.chapter import (
     tags,
     why_not_fresh,
 )
+from nanoinfer.book.processes import MARK, guarded
 from nanoinfer.book.results import machine_name
 from nanoinfer.errors import ChapterError, nearest
 from nanoinfer.log import say
@@ -55,6 +56,9 @@ QUIET = {
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+#: Seconds that a cell may run.
+CELL_S = 900
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 #: Runs a notebook with parameters in a folder, calling back at each cell, and writes the executed copy to the path.
 Execute = Callable[[NotebookNode, Path, Mapping[str, Any], Path, Callable[..., None]], object]
@@ -63,6 +67,9 @@ Execute = Callable[[NotebookNode, Path, Mapping[str, Any], Path, Callable[..., N
 class ThisPython(AsyncKernelManager):
     """Starts the kernel in the interpreter that runs us: a user's kernelspec ``python3`` may name any environment."""
 
+    #: What all processes of the run carry.
+    mark = ""
+
     @property
     def kernel_spec(self) -> KernelSpec:
         """ipykernel under ``sys.executable``, which ignores the user's IPython start-up files."""
@@ -70,7 +77,7 @@ class ThisPython(AsyncKernelManager):
             argv=[sys.executable, "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
             display_name="Python 3",
             language="python",
-            env={**QUIET, "IPYTHONDIR": str(Path.cwd() / "_build" / "ipython")},
+            env={**QUIET, MARK: self.mark, "IPYTHONDIR": str(Path.cwd() / "_build" / "ipython")},
         )
 
 
@@ -89,19 +96,39 @@ class Outcome:
 def execute_notebook(
     notebook: NotebookNode, output: Path, parameters: Mapping[str, Any], root: Path, on_cell: Callable[..., None]
 ) -> None:
-    """Papermill, in this Python. Raises ``PapermillExecutionError``, ``DeadKernelError`` and others."""
+    """Papermill, in this Python; what the chapter started is gone afterwards.
+
+    Raises ``PapermillExecutionError``, ``DeadKernelError``, ``CellTimeoutError`` and others.
+    """
     logging.getLogger("papermill").setLevel(logging.ERROR)
-    papermill.execute_notebook(
-        notebook,
-        output,
-        parameters=dict(parameters),
-        kernel_name="python3",
-        language="python",
-        kernel_manager_class=ThisPython,
-        on_cell_execute=on_cell,
-        progress_bar=False,
-        cwd=root,
-    )
+    with guarded() as mark:
+        try:
+            papermill.execute_notebook(
+                notebook,
+                output,
+                parameters=dict(parameters),
+                kernel_name="python3",
+                language="python",
+                kernel_manager_class=type("MarkedPython", (ThisPython,), {"mark": mark}),
+                on_cell_execute=on_cell,
+                progress_bar=False,
+                cwd=root,
+                execution_timeout=CELL_S,
+            )
+        except PapermillExecutionError:
+            if not _only_intended_errors(output):
+                raise
+
+
+def _only_intended_errors(output: Path) -> bool:
+    """Whether all errors of an executed notebook are in cells tagged ``raises-exception``; then papermill's note goes."""
+    notebook = nbformat.read(output, as_version=4)
+    errors = [cell for cell in notebook.cells if any(o.output_type == "error" for o in cell.get("outputs", ()))]
+    if not all("raises-exception" in tags(cell) for cell in errors):
+        return False
+    notebook.cells = [cell for cell in notebook.cells if "papermill-error-cell-tag" not in tags(cell)]
+    nbformat.write(notebook, output)
+    return True
 
 
 def run_chapters(
@@ -285,6 +312,9 @@ def _run_chapter(
         return Outcome(name, "done", seconds, parameters)
     done.unlink(missing_ok=True)  # a failed run invalidates the old copy; an interrupted one loses nothing
     if running.is_file():
+        notebook = nbformat.read(running, as_version=4)
+        _drop_widget_views(notebook)
+        nbformat.write(notebook, running)
         running.replace(failed)
     reason, detail = _explain(error)
     rule = "-" * 72
@@ -315,18 +345,26 @@ def _explain(error: Exception) -> tuple[str, str]:
     return line, line
 
 
+def _drop_widget_views(notebook: NotebookNode) -> None:
+    """A view without its state shows an error when the copy is opened again; the still figure beside it stays."""
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            output.get("data", {}).pop(WIDGET_VIEW, None)
+
+
 def _publish(running: Path, done: Path, source: str, parameters: dict[str, Any]) -> None:
     """Remove what is private from a finished run, record how it was made, and move it into place."""
     from nanoinfer.measure.environment import describe_machine
 
     notebook = read_notebook(running)
+    _drop_widget_views(notebook)
     for cell in notebook.cells:
         for noise in ("papermill", "execution"):
             cell.metadata.pop(noise, None)
         if "injected-parameters" in tags(cell):
             cell.metadata["tags"].append("remove-input")  # the banner says the same in words
     meta = notebook.metadata
-    meta.pop("widgets", None)
     for private in ("input_path", "output_path", "environment_variables"):
         meta.papermill.pop(private, None)
     meta["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
