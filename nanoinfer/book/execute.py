@@ -121,7 +121,7 @@ def execute_notebook(
 
 
 def _only_intended_errors(output: Path) -> bool:
-    """Whether all errors of an executed notebook are in cells tagged ``raises-exception``; then papermill's note goes."""
+    """Whether all errors are in cells tagged ``raises-exception``; if so, drop papermill's note."""
     notebook = nbformat.read(output, as_version=4)
     errors = [cell for cell in notebook.cells if any(o.output_type == "error" for o in cell.get("outputs", ()))]
     if not all("raises-exception" in tags(cell) for cell in errors):
