@@ -1,6 +1,6 @@
 """nanoinfer against what a reader would otherwise install, on the same weights and the same work, in one run.
 
-Each engine is a process in an environment of its own; runs are taken turn about while the others sleep, token counts
+Each engine is a process in an environment of its own; runs are taken in turns while the others sleep, token counts
 must agree, and so must greedy tokens in float32. ``python -m benchmarks.compare`` prints ratios of medians with their
 intervals and stores everything under ``results/``. Peers that are not installed are named and left out; ``--install``
 puts llama.cpp and vLLM into environments under the user's cache (minutes, and some gigabytes).
@@ -110,7 +110,7 @@ def programs(model: str, dtype: str, rows: int, quick: bool) -> tuple[list[Progr
     return found, left_out
 
 
-# --- turn about -------------------------------------------------------------------------------------------------------
+# --- in turns ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Peers:
 def compare(
     chosen: Sequence[Program], vocab_size: int, batches: Sequence[int], rounds: int, seed: int, exact: bool
 ) -> Found:
-    """Start them, and have them run turn about, in shuffled order.
+    """Start them, and have them run in turns, in shuffled order.
 
     Args:
         chosen: the programs; one of them holds the reference.

@@ -22,7 +22,7 @@ def main() -> None:
     """Measure, print and store."""
     args = options(__doc__, "results/floor.json", rounds=5, seconds=10.0)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in LOADS}
-    for _ in range(args.rounds):  # turn about, so that what drifts meets both
+    for _ in range(args.rounds):  # in turns, so that what drifts meets both
         for name, load in LOADS.items():
             floor = asyncio.run(measure_floor(**load, seconds=args.seconds)).as_json()
             found[name].append(floor)

@@ -1,4 +1,4 @@
-"""What each optimisation gains, one at a time: decode steps by number of rows, and a prompt, all turn about.
+"""What each optimisation gains, one at a time: decode steps by number of rows, and a prompt, all in turns.
 
 Every engine runs the same rows in one process; a round takes each in shuffled order, so that what disturbs one disturbs
 all. Decode is the time between tokens, prefill that to the first one. ``python -m benchmarks.ledger`` takes some ten

@@ -1,4 +1,4 @@
-"""What choosing tokens costs: sorting the vocabulary against the sort-free path, turn about.
+"""What choosing tokens costs: sorting the vocabulary against the sort-free path, in turns.
 
 Logits are made, not a model's: peaked ones fall off with rank as a trained model's do, flat ones
 are near a uniform distribution, where few ids are nearly all of them and a sort-free path has the
@@ -65,7 +65,7 @@ def made_logits(kind: str, rows: int, vocabulary: int, device: str) -> Tensor:
 
 
 def point(kind: str, vocabulary: int, rows: int, setting: str, device: str, repeats: int) -> Point:
-    """Check that both ways choose the same, then time them turn about."""
+    """Check that both ways choose the same, then time them in turns."""
     logits = made_logits(kind, rows, vocabulary, device)
     fields = SETTINGS[setting]
 

@@ -1,4 +1,4 @@
-"""What the server costs over the engine in this process: the same closed loop on both, turn about.
+"""What the server costs over the engine in this process: the same closed loop on both, in turns.
 
 Server and client are processes of their own, as they are for users, and share this machine's cores with each other.
 ``python -m benchmarks.service`` takes some five minutes on two cores and stores its result under ``results/``.
@@ -58,7 +58,7 @@ async def rate(target: Target, vocab: int, seed: int) -> tuple[float, float]:
 
 
 async def compare(model: str, dtype: str, speed: str, rounds: int) -> dict[str, Any]:
-    """Both, turn about; the first round warms up."""
+    """Both, in turns; the first round warms up."""
     found: dict[str, list[tuple[float, float]]] = {"in process": [], "server": []}
     engine: Any = load(model, "continuous", dtype=dtype, speed=Optimizations.parse(speed))
     vocab = engine.config.vocab_size

@@ -1,6 +1,6 @@
 """Two hundred unlike requests, served four ways in one run: what continuous batching and its cache are worth.
 
-Static batches, continuous batching, and one by one without a cache (a seeded sample), turn about; then a shared
+Static batches, continuous batching, and one by one without a cache (a seeded sample), in turns; then a shared
 512-token beginning, cold and warm. Run ``python -m benchmarks.serving`` on a quiet machine (some fifteen minutes on
 two cores). The result is stored under ``results/``; chapters 14 and 15 show it next to what they measure live.
 """
@@ -99,7 +99,7 @@ def shares(engine: Watched) -> dict[str, float]:
 
 
 def rates(loaded: LoadedModel, work: Sequence[WorkItem], rounds: int, sample: int, seed: int) -> dict[str, Any]:
-    """Output tokens per second of the three ways, turn about."""
+    """Output tokens per second of the three ways, in turns."""
     few = random.Random(seed).sample(list(work), sample)
     one_by_one = NaiveEngine(loaded)
     found: dict[str, list[float]] = {"static": [], "continuous": []}

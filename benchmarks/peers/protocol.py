@@ -1,7 +1,7 @@
 """How the benchmark talks to an engine in an environment of its own: one JSON object a line, in and out.
 
 Nothing here needs more than Python, since each peer's environment holds only that peer. A worker loads its model once
-and then answers jobs, so that runs of different engines can be taken turn about in one session.
+and then answers jobs, so that runs of different engines can be taken in turns in one session.
 """
 
 from __future__ import annotations

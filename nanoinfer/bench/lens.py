@@ -47,8 +47,8 @@ FRAMES: Final[Mapping[str, Callable[[StreamFrame], bool]]] = {
     "frame": lambda frame: frame.kind != "done",
     "any": lambda frame: True,
 }
-#: Those that can be told where no kinds of frames were recorded.
-TOLD: Final = ("token", "text")
+#: Those that can be found where no kinds of frames were recorded.
+STAMPED: Final = ("token", "text")
 #: A request's moments: the words, the frames that are looked at, and which of them it is.
 MOMENTS: Final = {
     "first token": ("first token", "token", 0),
@@ -231,7 +231,7 @@ def _cell(spec: Mapping[str, Any], percentile: Percentile, good: Sequence[FrameS
     mean = math.fsum(value * weight for value, weight in samples) / total if total else None
     median, p99 = (percentile(samples, q) if samples else None for q in (50, 99))
     rule, frames = _rule(spec)
-    return LensCell(rule, len(samples), mean, median, p99, without and not frames <= set(TOLD))
+    return LensCell(rule, len(samples), mean, median, p99, without and not frames <= set(STAMPED))
 
 
 def _rule(spec: Mapping[str, Any]) -> tuple[str, set[str]]:

@@ -44,7 +44,7 @@ def to_api_error(error: Exception) -> APIError:
             return error
         case QueueFull():
             return APIError(429, str(error), code="rate_limit_exceeded")
-        case EngineError():  # the log has it; a client is told nothing of the inside
+        case EngineError():  # the log has it; a client learns nothing of the inside
             pass
         case RequestError() | TokenizerError():
             return APIError(400, str(error))

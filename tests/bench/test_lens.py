@@ -30,8 +30,8 @@ def made(*frames: tuple[float, int, ChunkKind], **more: object) -> Trace:
 
 #: Sent at 0; a role at 30 ms; six chunks of three tokens at 100, 160 ... 400; usage at 420; [DONE] at 450.
 EXAMPLE = made((30, 0, "role"), *[(100 + 60 * i, 3, "content") for i in range(6)], (420, 0, "usage"), (450, 0, "done"))
-#: The same, of a client that told no kinds.
-UNTOLD = replace(EXAMPLE, chunks=EXAMPLE.chunks[:-1], kinds=[])
+#: The same, of a client that knew no kinds.
+UNKNOWN_KINDS = replace(EXAMPLE, chunks=EXAMPLE.chunks[:-1], kinds=[])
 
 
 def rows(table: LensTable) -> dict[str, LensRow]:
@@ -68,7 +68,7 @@ def seen(row: LensRow) -> tuple[float | None, ...]:
     return in_ms(ttft), in_ms(tpot), in_ms(itl), in_ms(itl, "median"), in_ms(e2e), tokens_s
 
 
-@pytest.mark.parametrize("trace", [EXAMPLE, UNTOLD], ids=["kinds told", "kinds guessed"])
+@pytest.mark.parametrize("trace", [EXAMPLE, UNKNOWN_KINDS], ids=["kinds known", "kinds guessed"])
 def test_the_example(trace: Trace) -> None:
     assert {title: seen(row) for title, row in rows(lens([trace])).items()} == GOLDEN
 
@@ -94,10 +94,12 @@ def test_the_figures_of_the_example_to_the_last_digit() -> None:
 
 
 def test_what_needs_the_kinds_of_frames_is_marked_where_there_are_none() -> None:
-    told, untold = lens([EXAMPLE]), lens([UNTOLD])
-    assert (told.without_kinds, untold.without_kinds) == (0, 1)
-    assert not any(cell.guessed for row in told.rows for cell in row.cells.values())
-    guessed = {title: {name for name, cell in row.cells.items() if cell.guessed} for title, row in rows(untold).items()}
+    known, unknown = lens([EXAMPLE]), lens([UNKNOWN_KINDS])
+    assert (known.without_kinds, unknown.without_kinds) == (0, 1)
+    assert not any(cell.guessed for row in known.rows for cell in row.cells.values())
+    guessed = {
+        title: {name for name, cell in row.cells.items() if cell.guessed} for title, row in rows(unknown).items()
+    }
     assert guessed["nanoinfer, this version"] == set()
     assert guessed["MLPerf LoadGen, server scenario, token latencies"] == set()
     assert guessed["SGLang bench_serving, sglang-oai-chat"] == {"tpot", "e2e", "throughput"}
@@ -284,7 +286,7 @@ def test_the_screen_shows_figure_rule_and_source() -> None:
     assert "https://github.com/vllm-project/vllm/pull/55508" in text
     assert "fewer than 459 requests" in text
     assert "~" not in text
-    assert "~22.9" in shown(lens([UNTOLD]))
+    assert "~22.9" in shown(lens([UNKNOWN_KINDS]))
     assert "22.9" in shown(lens([EXAMPLE]), width=60)
 
 

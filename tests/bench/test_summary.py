@@ -53,7 +53,7 @@ def test_golden_itl_has_no_ttft_in_it() -> None:
     assert [found["itl"][key] for key in ("median", "p99", "max")] == about([0.02, 0.2, 0.2])
     assert (found["chunk_gap"]["n"], found["chunk_gap"]["max"]) == (4, about(0.4))
     assert [found["chunk_gap"][key] for key in ("min", "median")] == about([0.06, 0.06])
-    # Gaps of one request hang together: how sure their percentiles are cannot be told from their number.
+    # Gaps of one request hang together: how sure their percentiles are does not follow from their number.
     assert found["itl"]["intervals"] is None and found["itl"]["requests"] == 3
 
 

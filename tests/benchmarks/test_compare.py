@@ -228,10 +228,10 @@ def test_a_run_is_stored_and_told(
     assert part["samples"][OURS]["2"]["decode"] == [252.0, 252.0]
     assert part["ratios"][f"{OURS} / {REFERENCE}"]["1"]["value"] == 2.0
     assert list(part["failed"]) == [PEER]
-    told = capsys.readouterr().out
-    assert f"{OURS} / {REFERENCE}: 1 rows 2.00 (2.00 to 2.00), 2 rows 2.00 (2.00 to 2.00)" in told
-    assert "252.0   1000 ms  2/2" in told
-    assert "left out: vLLM: not installed" in told
+    printed = capsys.readouterr().out
+    assert f"{OURS} / {REFERENCE}: 1 rows 2.00 (2.00 to 2.00), 2 rows 2.00 (2.00 to 2.00)" in printed
+    assert "252.0   1000 ms  2/2" in printed
+    assert "left out: vLLM: not installed" in printed
 
 
 def test_each_model_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,13 +82,13 @@ TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=5
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_long_run_sees_all_of_it(seed: int) -> None:
-    dice, harness = Random(seed), Harness(n_blocks=6, running=4, budget=9)
+    rng, harness = Random(seed), Harness(n_blocks=6, running=4, budget=9)
     for _ in range(2000):
         if len(harness.present) < 8:
-            length = dice.randint(1, 16)
-            harness.add(prompt(length, dice.randint(0, 16)), length + dice.randint(0, 8), dice.randint(1, 3))
-        if dice.random() < 0.1:
-            harness.scheduler.remove(dice.choice(harness.present))
+            length = rng.randint(1, 16)
+            harness.add(prompt(length, rng.randint(0, 16)), length + rng.randint(0, 8), rng.randint(1, 3))
+        if rng.random() < 0.1:
+            harness.scheduler.remove(rng.choice(harness.present))
         harness.step()
         harness.check()
     counts = harness.pool.counts

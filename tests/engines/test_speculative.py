@@ -127,7 +127,7 @@ def test_seeds_can_be_repeated() -> None:
     first, again = (engine.generate([[1, 2], [3]], params) for _ in range(2))
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({tuple(c.token_ids) for c in first}) == 6
-    # A sample's dice are its own: it does not matter who was served before it.
+    # A sample's random generator is its own: it does not matter what was served before.
     second = SamplingParams(max_tokens=12, temperature=0.9, seed=4)
     assert engine.generate([[3]], second)[0].token_ids == first[4].token_ids
 

@@ -119,7 +119,7 @@ def test_continuous_usage_counts_the_tokens_of_each_chunk(server: Server) -> Non
     assert last["usage"]["completion_tokens"] == 4
 
 
-# --- several choices, dice, log-probabilities ----------------------------------------------
+# --- several choices, seeds, log-probabilities ----------------------------------------------
 
 
 def test_several_prompts_and_samples_come_in_order(random: Server) -> None:
