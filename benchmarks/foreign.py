@@ -86,7 +86,7 @@ async def measure(address: str, tokens: int) -> dict[str, Any]:
     tokenizer = load_model("smollm2-135m", dtype="bfloat16").tokenizer
     assert tokenizer is not None
     target = await HttpTarget.connect(
-        address, count=lambda text: len(tokenizer.encode(text)), ignore_eos=False, extra={"temperature": 0}
+        address, count=lambda text: len(tokenizer.encode(text)), extra={"temperature": 0, "ignore_eos": None}
     )
     work = [WorkItem(prompt, tokens) for prompt in PROMPTS]
     run = await closed_loop(target, work, users=2, seconds=None, requests=len(work))

@@ -11,7 +11,8 @@ import json
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, get_args
+from functools import cached_property
+from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from nanoinfer.bench.loadgen import Target
@@ -27,8 +28,7 @@ except ModuleNotFoundError:  # pragma: no cover
     raise RequestError("loading a server needs aiohttp: pip install 'nanoinfer[bench]'") from None
 
 Endpoint = Literal["completions", "chat"]
-
-PATHS = {"completions": "completions", "chat": "chat/completions"}
+PATHS: Mapping[str, str] = {"completions": "completions", "chat": "chat/completions"}
 #: Fields beyond the plain API. Where a server answers 400, they are left out one by one, from the left.
 EXTENSIONS = ("continuous_usage_stats", "ignore_eos", "stream_options")
 #: Seconds that a connection is kept for the next request: below the 5 after which many servers close theirs.
@@ -47,9 +47,9 @@ class HttpTarget(Target):
         model: its name there; :meth:`connect` finds one.
         endpoint: ``completions`` (texts or token ids) or ``chat`` (texts, as one message of a user). None takes that
             of the address, else completions.
-        ignore_eos: ask for exactly ``output`` tokens, where the server can; the tokens it served are what counts.
         count: tokens of a text, for servers that send no counts; without, an estimate.
-        extra: more fields of the request's body; None removes a field.
+        extra: more fields of the request's body; None removes a field, as in ``{"ignore_eos": None}``, which otherwise
+            asks for exactly ``output`` tokens.
 
     Raises:
         RequestError: an address, a key or an endpoint that cannot be used.
@@ -62,13 +62,12 @@ class HttpTarget(Target):
         model: str,
         endpoint: Endpoint | None = None,
         api_key: str | None = None,
-        ignore_eos: bool = True,
         count: Callable[[str], int] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         if endpoint is None:
             endpoint = "chat" if url.rstrip("/").endswith("/chat/completions") else "completions"
-        if endpoint not in get_args(Endpoint):
+        if endpoint not in PATHS:
             raise RequestError(f"endpoint '{endpoint}': known are completions and chat")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise RequestError("the API key holds characters that no header can carry; is there a line end in it?")
@@ -77,14 +76,13 @@ class HttpTarget(Target):
         self.name = f"{model} at {self.base}"
         self.messages: dict[str, str] = {}
         self._count, self._extra = count or estimate_tokens, dict(extra or {})
-        self._all_extensions = tuple(name for name in EXTENSIONS if ignore_eos or name != "ignore_eos")
+        self._all_extensions = tuple(name for name in EXTENSIONS if name not in self._extra)
         self._extensions = self._all_extensions
         self._is_settled = False  # whether the server has accepted a request with these
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.proxy = _proxy(self.base)
-        self._client: aiohttp.ClientSession | None = None
 
     @classmethod
     async def connect(
@@ -147,9 +145,8 @@ class HttpTarget(Target):
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        if (session := vars(self).pop("_session", None)) is not None:
+            await session.close()
 
     async def _try(self, work: WorkItem, trace: Trace, recorder: StreamRecorder) -> bool:
         """One attempt; False where the server refused an extension, and it is worth another without."""
@@ -180,10 +177,7 @@ class HttpTarget(Target):
         while not recorder.is_done and recorder.error is None:
             read = await content.readany()
             t = now()
-            events = parser.feed(read)
-            if not read:
-                events = [last] if (last := parser.end()) is not None else []
-            for data in events:
+            for data in parser.feed(read) if read else parser.end():
                 recorder.take(data, t)
             if not read:
                 break
@@ -214,16 +208,14 @@ class HttpTarget(Target):
         body |= self._extra
         return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
 
-    @property
+    @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        if self._client is None:
-            self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S, ttl_dns_cache=300),
-                timeout=aiohttp.ClientTimeout(total=None),  # the load session sets the limit
-                headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._client
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S, ttl_dns_cache=300),
+            timeout=aiohttp.ClientTimeout(total=None),  # the load sets the limit
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
     async def _first_model(self) -> str:
         try:

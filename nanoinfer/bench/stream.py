@@ -16,76 +16,52 @@ class SSEParser:
     """The events of one stream. Comments and the fields ``event``, ``id`` and ``retry`` are passed over.
 
     A network cuts anywhere: inside a line, inside a character, between the two bytes of a line end. Nothing is decoded
-    here, so a cut character cannot hurt, and lines end only at LF, CR or CRLF, not at U+2028 as with ``splitlines``
+    here, so a cut character cannot hurt, and lines end only at LF, CR or CRLF, not at U+2028 as in texts
     (https://html.spec.whatwg.org/multipage/server-sent-events.html). An event is complete, and has its time, with the
     read that ends its empty line.
     """
 
     def __init__(self) -> None:
-        self._line: list[bytes] = []  # the parts of a line that has not ended
+        self._line = bytearray()  # the part of a line that has not ended
         self._data: list[bytes] = []  # the data lines of an event that has not ended
-        self._held = 0  # bytes in these two
         self._after_cr = False
-        self._is_first = True
+        self._mark = b"\xef\xbb\xbf"  # may stand before the first line
 
     def feed(self, read: bytes) -> list[bytes]:
         """The data of each event that these bytes complete.
 
         Raises ValueError for an event beyond :data:`MAX_EVENT_BYTES`.
         """
-        if self._after_cr or b"\r" in read:
-            read = self._with_lf(read)
-        lines = read.split(b"\n")
-        rest = lines.pop()
-        events: list[bytes] = []
+        if not read:
+            return []
+        if self._after_cr:  # it has ended its line; a LF right after it is its other half
+            read = read.removeprefix(b"\n")
+        self._after_cr = read.endswith(b"\r")
+        lines = read.splitlines()
+        rest = lines.pop() if lines and not read.endswith((b"\n", b"\r")) else b""
         if lines:
-            if self._line:
-                lines[0] = b"".join([*self._line, lines[0]])
-                self._line = []
-            if self._is_first:
-                self._is_first = False
-                lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
-            events = [data for line in lines if (data := self._take(line)) is not None]
-            self._held = sum(map(len, self._data))
-        if rest:
-            self._line.append(rest)
-            self._held += len(rest)
-        if self._held > MAX_EVENT_BYTES:
+            lines[0] = bytes(self._line + lines[0]).removeprefix(self._mark)
+            self._line.clear()
+            self._mark = b""
+        self._line += rest
+        events = []
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        if len(self._line) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return events
 
-    def end(self) -> bytes | None:
+    def end(self) -> list[bytes]:
         """The stream has ended: the data of an event whose empty line never came, if there is any.
 
         The standard drops it. Some servers end after their last line, and what they sent counts.
         """
-        if self._line:
-            self._take(b"".join(self._line))
-            self._line = []
-        return self._take(b"")
-
-    def _take(self, line: bytes) -> bytes | None:
-        """Take one line; the data of the event that it ends, if it does."""
-        if not line:
-            if not self._data:
-                return None
-            data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
-            self._data = []
-            return data
-        if line.startswith(b"data:"):
-            self._data.append(line[6:] if line.startswith(b" ", 5) else line[5:])
-        elif line == b"data":
-            self._data.append(b"")
-        return None
-
-    def _with_lf(self, read: bytes) -> bytes:
-        """CR and CRLF as LF. A CR ends its line at once; a LF right after it is its other half, even a read later."""
-        if self._after_cr and read:
-            read = read.removeprefix(b"\n")
-            self._after_cr = False
-        if read:
-            self._after_cr = read.endswith(b"\r")
-        return read.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        return self.feed(b"\n\n")
 
 
 class StreamRecorder:
@@ -99,14 +75,12 @@ class StreamRecorder:
     3. the usage of the whole answer, apportioned to the frames with text by the length of their texts;
     4. ``count`` of the whole text, apportioned likewise, and marked as an estimate. A text cut into frames has more
        tokens piece by piece than as a whole, and even that is not what the model generated.
-
-    ``is_finished``: a reason to finish came. ``is_done``: the end of the stream was announced. ``error``: the server's
-    error text, None while there is none.
     """
 
     def __init__(self, trace: Trace, count: Callable[[str], int]) -> None:
-        self.is_finished = self.is_done = False
-        self.error: str | None = None
+        self.is_finished = False  # a reason to finish came
+        self.is_done = False  # the end of the stream was announced
+        self.error: str | None = None  # the server's error text
         self._trace, self._count = trace, count
         self._counted = 0  # tokens that the chunks so far have
         self._total: int | None = None  # tokens so far, as the server reports them
@@ -127,7 +101,7 @@ class StreamRecorder:
         """No more frames come: settle the counts."""
         if self._open:
             self._trace.estimated = True
-            self._apportion_open(max(1, self._count("".join(text for _, text in self._open))))
+            self._apportion(max(1, self._count("".join(text for _, text in self._open))), self._open)
         is_reported = self._total is not None and not self._trace.estimated
         self._trace.output_tokens = (self._total or 0) if is_reported else self._counted
 
@@ -143,22 +117,16 @@ class StreamRecorder:
         is_end = choice.get("finish_reason") is not None
         self.is_finished |= is_end
         kind: ChunkKind = "content" if text else "reasoning" if reasoning else "finish" if is_end else "role"
-        index = self._add(t, kind if choices else "usage")
-        if text or reasoning:
-            self._open.append((index, reasoning + text))
-        elif kind == "role" and delta and "role" in delta:  # it opens the answer, whatever usage it carries
+        chunk = self._add(t, kind if choices else "usage"), reasoning + text
+        if kind == "role" and delta and "role" in delta:  # it opens the answer, whatever usage it carries
             return
+        if text or reasoning:
+            self._open.append(chunk)
         if total:
-            if self._open:
-                self._apportion_open(total - self._counted)
-            elif choices and total > self._counted:
-                self._set_textless(index, total - self._counted)
+            self._apportion(total - self._counted, self._open or ([chunk] if choices else []))
+            self._open.clear()
         elif tokens := reported_tokens(choice):
-            if text or reasoning:
-                self._open.pop()
-                self._set(index, tokens)
-            else:
-                self._set_textless(index, tokens)
+            self._apportion(tokens, [self._open.pop() if text or reasoning else chunk])
 
     def _note_usage(self, usage: Mapping[str, Any]) -> int | None:
         """Take the server's counts; tokens generated so far, where it sends them."""
@@ -167,8 +135,7 @@ class StreamRecorder:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if isinstance(cached, int):
             self._trace.cached_tokens = cached
-        total = usage.get("completion_tokens")
-        if not isinstance(total, int):
+        if not isinstance(total := usage.get("completion_tokens"), int):
             return None
         self._total = total
         return total
@@ -178,22 +145,14 @@ class StreamRecorder:
         self._trace.kinds.append(kind)
         return len(self._trace.chunks) - 1
 
-    def _set(self, index: int, n: int) -> None:
-        self._trace.chunks[index] = (self._trace.chunks[index][0], n)
-        self._counted += n
-
-    def _set_textless(self, index: int, n: int) -> None:
-        """Tokens that show no text: half a character, or the end of sequence."""
-        if self._trace.kinds[index] == "role":
-            self._trace.kinds[index] = "content"
-        self._set(index, n)
-
-    def _apportion_open(self, n: int) -> None:
-        """Give ``n`` more tokens to the chunks without a count."""
-        if n > 0:
-            for (index, _), share in zip(self._open, apportion(n, [len(text) for _, text in self._open]), strict=True):
-                self._set(index, share)
-        self._open.clear()
+    def _apportion(self, n: int, chunks: Sequence[tuple[int, str]]) -> None:
+        """Give ``n`` more tokens to these chunks; one without a text holds half a character, or the end of sequence."""
+        times, kinds = self._trace.chunks, self._trace.kinds
+        for (index, _), share in zip(chunks, apportion(n, [len(text) or 1 for _, text in chunks]), strict=True):
+            times[index] = times[index][0], share
+            self._counted += share
+            if share and kinds[index] == "role":
+                kinds[index] = "content"
 
 
 def estimate_tokens(text: str) -> int:

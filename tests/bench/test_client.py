@@ -127,9 +127,8 @@ def test_the_request() -> None:
 def test_extra_fields_are_added_and_taken_away() -> None:
     async def scenario() -> dict[str, Any]:
         async with serving() as mock:
-            target = HttpTarget(
-                mock.url, model="mock", ignore_eos=False, extra={"mock": QUICK, "temperature": None, "top_k": 5}
-            )
+            extra = {"mock": QUICK, "temperature": None, "ignore_eos": None, "top_k": 5}
+            target = HttpTarget(mock.url, model="mock", extra=extra)
             await ask(target, WorkItem("a", 1))
             await target.close()
             return mock.log[0].body

@@ -360,9 +360,9 @@ def test_what_a_server_said_last_counts_without_its_empty_line() -> None:
     for last in (b"data: [DONE]", b"data: [DONE]\n"):
         events = SSEParser()
         assert events.feed(b"data: a\n\n" + last) == [b"a"]
-        assert events.end() == b"[DONE]"
-        assert events.end() is None
-    assert SSEParser().end() is None
+        assert events.end() == [b"[DONE]"]
+        assert events.end() == []
+    assert SSEParser().end() == []
 
 
 def test_something_that_is_no_stream_of_events_is_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
