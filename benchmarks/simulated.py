@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.store import options, store
-from nanoinfer.bench.loadgen import EngineTarget, open_loop
-from nanoinfer.bench.run import Run
+from nanoinfer.bench.loadgen import EngineTarget, Run, open_loop
 from nanoinfer.cache.blocks import BlockPool
 from nanoinfer.calibrate.operators import this_machine
 from nanoinfer.engines.continuous import ContinuousEngine
@@ -24,7 +23,7 @@ from nanoinfer.engines.load import load
 from nanoinfer.engines.scheduler import Scheduler
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
-from nanoinfer.measure.metrics import collect
+from nanoinfer.measure.metrics import client_delay, collect
 from nanoinfer.measure.trace import Trace
 from nanoinfer.models.registry import LoadedModel, load_model
 from nanoinfer.simulate import simulate
@@ -89,7 +88,7 @@ def compared(loaded: LoadedModel, times: StepTimes, rate: float, n: int, seed: i
         "window_s": run.end - run.start,
         "mean_s": means,
         "simulated_over_real": {name: means["simulated"][name] / means["real"][name] for name in FIGURES},
-        "send_lag_max_s": max(run.client.send_lag_s, default=0.0),
+        "send_lag_max_s": max(map(client_delay, run.traces), default=0.0),
         "simulation_took_s": took,
     }
 

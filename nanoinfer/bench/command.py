@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from nanoinfer.bench.loadgen import EngineTarget, Target, closed_loop, open_loop
+from nanoinfer.bench.loadgen import EngineTarget, Run, Target, closed_loop, open_loop, save_run
 from nanoinfer.bench.options import BenchConfig, LoadPlan
-from nanoinfer.bench.run import Run, save_run
 from nanoinfer.bench.sweep import format_level, sweep
 from nanoinfer.log import say
 from nanoinfer.measure import metrics

@@ -1,4 +1,4 @@
-"""Sending a load to a target and keeping its records: the open loop and the closed one.
+"""Sending a load to a target, the open loop and the closed one; its raw records, and what is needed to judge them.
 
 Warm-up requests come first and the measured ones follow without a pause, so that the window opens under full load.
 The two have different prompts, or the prefix cache would answer for the model.
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from nanoinfer.bench.run import ClientHealth, Run
-from nanoinfer.errors import RequestError, check
+from nanoinfer.errors import NanoinferError, RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
-from nanoinfer.measure.trace import Trace
+from nanoinfer.measure.metrics import client_delay
+from nanoinfer.measure.trace import Trace, load_traces, save_traces
 from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.store import write_whole
 from nanoinfer.workload.items import WorkItem
 
 if TYPE_CHECKING:
@@ -29,7 +33,73 @@ if TYPE_CHECKING:
 AFTER_FAILURE_S: Final = 1.0
 #: Seconds between two looks at how late the event loop is.
 TICK_S: Final = 0.01
+TRACES, RUN = "traces.jsonl", "run.json"
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass
+class Run:
+    """One load on one target; times in seconds from its start."""
+
+    traces: list[Trace]  # in the order in which they were due, warm-up included
+    start: float  # of the measured window; requests due before are warm-up
+    end: float  # of the window; nothing was due from then on, but requests may have been under way
+    settings: dict[str, Any]  # load, target, lengths and seed, as JSON
+    loop_stalls_s: list[float] = field(default_factory=list)  # how late each tick of a clock in the event loop was
+    interrupted: bool = False  # by Ctrl-C; requests that were under way are ``cancelled``
+    provenance: dict[str, Any] = field(default_factory=dict)  # machine, versions, date, commit
+    zero: float = field(default=0.0, compare=False)  # the start on this machine's clock; not stored
+
+    def measured(self) -> list[Trace]:
+        """The traces that were due inside the window."""
+        return [trace for trace in self.traces if self.start <= trace.t_scheduled < self.end]
+
+
+def save_run(run: Run, folder: Path) -> None:
+    """Write ``traces.jsonl`` (raw records) and ``run.json`` (all else) into a folder, made if need be.
+
+    Raises:
+        OSError: a disk that refuses.
+    """
+    record = {
+        "start_s": run.start,
+        "end_s": run.end,
+        "interrupted": run.interrupted,
+        "settings": run.settings,
+        "client": {"send_lag_s": list(map(client_delay, run.traces)), "loop_stalls_s": run.loop_stalls_s},
+        "provenance": run.provenance,
+    }
+    text = json.dumps(record, allow_nan=False)
+    save_traces(folder / TRACES, run.traces)
+    write_whole(folder / RUN, text + "\n")
+
+
+def load_run(folder: Path) -> Run:
+    """Read what :func:`save_run` wrote.
+
+    Raises:
+        NanoinferError: a folder that holds no run, naming the file.
+    """
+    path = folder / RUN
+    for file in (path, folder / TRACES):
+        if not file.is_file():
+            raise NanoinferError(f"{file} is missing: name a folder that `nanoinfer bench` wrote")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings = dict(record["settings"])
+        if isinstance(loop := settings.get("loop"), dict):  # as earlier runs nest them: loop.kind, load.users
+            settings |= {"loop": loop.pop("kind"), **loop, **settings.pop("load", {})}
+        return Run(
+            list(load_traces(folder / TRACES)),
+            float(record["start_s"]),
+            float(record["end_s"]),
+            settings,
+            list(record["client"]["loop_stalls_s"]),
+            bool(record["interrupted"]),
+            dict(record["provenance"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise NanoinferError(f"{path}: not the record of a run ({error!r})") from None
 
 
 class Target(Protocol):
@@ -71,8 +141,8 @@ class EngineTarget(Target):
     What a server adds is the difference to this.
     """
 
-    def __init__(self, engine: ContinuousEngine, *, ignore_eos: bool = True) -> None:
-        self.engine, self.ignore_eos = engine, ignore_eos
+    def __init__(self, engine: ContinuousEngine) -> None:
+        self.engine = engine
         self.name = f"{engine.loaded.name} in this process"
         self.messages: dict[str, str] = {}
 
@@ -88,7 +158,7 @@ class EngineTarget(Target):
             "max_running": scheduler.max_running,
             "token_budget": scheduler.token_budget,
             "cache_tokens": pool.n_blocks * pool.block_size,
-            "ignore_eos": self.ignore_eos,
+            "ignore_eos": True,
         }
 
     async def send(self, work: WorkItem, trace: Trace) -> None:
@@ -96,7 +166,7 @@ class EngineTarget(Target):
         trace.t_sent = now()
         stream = None
         try:
-            params = SamplingParams(max_tokens=work.output, ignore_eos=self.ignore_eos)
+            params = SamplingParams(max_tokens=work.output, ignore_eos=True)
             stream = await self.engine.submit(work.prompt, params)
             trace.prompt_tokens = len(stream.requests[0].prompt_ids)
             async for event in stream:
@@ -155,11 +225,9 @@ async def open_loop(
     warm, ordered = _by_time(warmup), _by_time(items)
     if not ordered:
         raise RequestError("there is no request to send")
-    if seconds is not None:
-        check("seconds", seconds, above=0)
-        if ordered[-1].at >= seconds:
-            raise RequestError(f"a request is due at {ordered[-1].at:g} s, after the window of {seconds:g} s")
-    session = LoadSession(target, warm, timeout_s, on_done)
+    session = LoadSession(target, warm, seconds, timeout_s, on_done)
+    if ordered[-1].at >= session.length:
+        raise RequestError(f"a request is due at {ordered[-1].at:g} s, after the window of {seconds:g} s")
     for item in ordered:
         session.refuse_warm(item)
 
@@ -168,20 +236,18 @@ async def open_loop(
         for item in warm:
             await sleep_until(due := session.zero + item.at)
             tasks.append(group.create_task(session.send(item, due)))
-        if tasks and _span(warm) == 0:
+        opened = session.zero + _span(warm)
+        if tasks and not _span(warm):
             await asyncio.wait(tasks)
             opened = now()
-        else:
-            opened = session.zero + _span(warm)
         session.opened = opened
-        tasks.clear()
         for item in ordered:
             await sleep_until(due := opened + item.at)
             group.create_task(session.send(item, due))
 
     await session.run(drive)
     load = {"loop": "open", "requests": len(items), "seconds": seconds}
-    return session.result(_span(ordered) if seconds is None else seconds, load, settings)
+    return session.result(seconds or _span(ordered), load, settings)
 
 
 async def closed_loop(
@@ -217,40 +283,33 @@ async def closed_loop(
     check("think_s", think_s, at_least=0)
     if requests is not None:
         check("requests", requests, at_least=1)
-    if seconds is not None:
-        check("seconds", seconds, above=0)
-    elif requests is None and not isinstance(items, Sequence):
+    elif seconds is None and not isinstance(items, Sequence):
         raise RequestError("a closed loop over work without end needs a number of requests, or seconds")
-    length = math.inf if seconds is None else seconds
-    session = LoadSession(target, warmup, timeout_s, on_done)
+    session = LoadSession(target, warmup, seconds, timeout_s, on_done)
     first, source = deque(warmup), iter(items)
     taken, ran_out = 0, False
 
-    def take(ready: float) -> tuple[WorkItem, float] | None:
-        """The next item for a user who is ready, and when it is due."""
-        nonlocal taken, ran_out
-        if first:
-            return first.popleft(), ready
-        if session.opened is None:  # all of the warm-up is taken
-            session.opened = math.nextafter(max(ready, now()), math.inf) if warmup else ready
-        ready = max(ready, session.opened)
-        if taken == requests or ready >= session.opened + length:
-            return None
-        if (item := next(source, None)) is None:
-            ran_out = True
-            return None
-        session.refuse_warm(item)
-        taken += 1
-        return item, ready
-
     async def user() -> None:
-        ready = session.zero
-        while (taken_item := take(ready)) is not None:
-            item, due = taken_item
+        nonlocal taken, ran_out
+        due = session.zero
+        while True:
+            if first:
+                item = first.popleft()
+            else:
+                if session.opened is None:  # all of the warm-up is taken
+                    session.opened = math.nextafter(max(due, now()), math.inf) if warmup else due
+                due = max(due, session.opened)
+                if taken == requests or due >= session.opened + session.length:
+                    return
+                if (measured := next(source, None)) is None:
+                    ran_out = True
+                    return
+                session.refuse_warm(item := measured)
+                taken += 1
             await sleep_until(due)
             trace = await session.send(item, due)
             pause = think_s if trace.status == "ok" else max(think_s, AFTER_FAILURE_S)
-            ready = session.zero + (trace.t_end or 0.0) + pause
+            due = session.zero + (trace.t_end or 0.0) + pause
 
     async def drive(group: asyncio.TaskGroup) -> None:
         for _ in range(users):
@@ -265,7 +324,7 @@ async def closed_loop(
         "seconds": seconds,
         "ran_out": ran_out,  # of items, before the time was up
     }
-    return session.result(0.0 if seconds is None or ran_out else length, load, settings)
+    return session.result(None if ran_out else seconds, load, settings)
 
 
 class LoadSession:
@@ -275,10 +334,18 @@ class LoadSession:
     """
 
     def __init__(
-        self, target: Target, warmup: Sequence[WorkItem], timeout_s: float, on_done: Callable[[Trace], None] | None
+        self,
+        target: Target,
+        warmup: Sequence[WorkItem],
+        seconds: float | None,
+        timeout_s: float,
+        on_done: Callable[[Trace], None] | None,
     ) -> None:
         check("timeout_s", timeout_s, above=0)
+        if seconds is not None:
+            check("seconds", seconds, above=0)
         self.target, self.timeout_s, self.on_done = target, timeout_s, on_done
+        self.length = math.inf if seconds is None else seconds
         self.n_warmup, self._warm_prompts = len(warmup), {_prompt_key(item) for item in warmup}
         self.traces: list[Trace] = []
         self.stalls: list[float] = []
@@ -338,25 +405,23 @@ class LoadSession:
             self.stalls.append(max(0.0, now() - due))
 
     def _count_from_zero(self, trace: Trace) -> None:
-        zero = self.zero
-        trace.t_scheduled -= zero
-        trace.t_sent -= zero
-        trace.t_start = None if trace.t_start is None else trace.t_start - zero
-        trace.t_end = None if trace.t_end is None else trace.t_end - zero
-        trace.chunks = [(t - zero, n) for t, n in trace.chunks]
+        for name in ("t_scheduled", "t_sent", "t_start", "t_end"):
+            if (t := getattr(trace, name)) is not None:
+                setattr(trace, name, t - self.zero)
+        trace.chunks = [(t - self.zero, n) for t, n in trace.chunks]
 
-    def result(self, length: float, load: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
-        """The run, its window ``length`` seconds long; 0: until the last request has ended. Ctrl-C closes it, too."""
+    def result(self, length: float | None, load: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
+        """The run, its window so many seconds long, or until the last request has ended. Ctrl-C closes it, too."""
         start = self.ended_at if self.opened is None else self.opened - self.zero
-        end = start + length
-        if not length:
+        if length:
+            end = start + length
+        else:
             last = max((t.t_end or 0.0 for t in self.traces if t.t_scheduled >= start), default=self.ended_at)
             end = math.nextafter(last, math.inf)  # a window is open at its end: the last request is inside
         if self.is_interrupted:
             end = max(start, min(end, self.ended_at))
-        traces = sorted(self.traces, key=lambda trace: trace.t_scheduled)
         return Run(
-            traces=traces,
+            traces=sorted(self.traces, key=lambda trace: trace.t_scheduled),
             start=start,
             end=end,
             settings={
@@ -367,7 +432,7 @@ class LoadSession:
                 "error_messages": dict(self.target.messages),
                 **settings,
             },
-            client=ClientHealth([trace.t_sent - trace.t_scheduled for trace in traces], self.stalls),
+            loop_stalls_s=self.stalls,
             interrupted=self.is_interrupted,
             provenance=self.provenance,
             zero=self.zero,

@@ -24,6 +24,7 @@ from nanoinfer.bench.loadgen import open_loop
 from nanoinfer.errors import NanoinferError, RequestError, check
 from nanoinfer.measure.clock import now
 from nanoinfer.measure.environment import provenance
+from nanoinfer.measure.metrics import client_delay
 from nanoinfer.measure.stats import percentile
 from nanoinfer.workload.arrivals import poisson
 from nanoinfer.workload.items import WorkItem, schedule_at
@@ -130,7 +131,7 @@ async def measure_floor(
         raise NanoinferError(f"floor: a request to the mock failed ({failed}): that load is too much for this machine")
     prompts = [str(item.prompt) for item in sorted(items, key=lambda item: item.at)]  # as the traces are sorted
     times = [[run.zero + t for t, _ in trace.token_chunks] for trace in run.traces]
-    lags = [lag for lag, prompt in zip(run.client.send_lag_s, prompts, strict=True) if prompt.startswith("request")]
+    lags = [client_delay(t) for t, prompt in zip(run.traces, prompts, strict=True) if prompt.startswith("request")]
     overheads, server_lags = _overheads(dict(zip(prompts, times, strict=True)), log, chunks_s)
     return Floor(
         rate=rate,
@@ -143,7 +144,7 @@ async def measure_floor(
         overhead_p99_s=percentile(overheads, 99),
         server_lag_p99_s=percentile(server_lags, 99),
         send_lag_p99_s=percentile(lags, 99),
-        stall_p99_s=percentile(run.client.loop_stalls_s, 99),
+        stall_p99_s=percentile(run.loop_stalls_s, 99),
         cpu_share=cpu / wall,
         cpu_chunk_s=cpu / sum(map(len, times)),
     )

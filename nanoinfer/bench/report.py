@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from nanoinfer.bench import tables
-from nanoinfer.bench.run import Run
+from nanoinfer.bench.loadgen import Run
 from nanoinfer.bench.tables import slo_text
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import percentile, present, sorted_percentile

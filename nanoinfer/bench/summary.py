@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from nanoinfer.bench.run import Run
+from nanoinfer.bench.loadgen import Run
 from nanoinfer.measure import metrics
 from nanoinfer.measure.stats import (
     TAILS,
@@ -330,7 +330,7 @@ def _rates(run: Run, throughput: metrics.Throughput | None, is_estimated: bool) 
 
 def _client(run: Run, send_lags: Sequence[float], late_s: float) -> dict[str, Any]:
     """How late requests were sent, and how late the event loop ran from the run's first moment to its last."""
-    stalls, seconds = run.client.loop_stalls_s, max([run.end, *(t.t_end or 0.0 for t in run.traces)])
+    stalls, seconds = run.loop_stalls_s, max([run.end, *(t.t_end or 0.0 for t in run.traces)])
     is_known = bool(stalls) and seconds > 0
     late_share = math.fsum(stall for stall in stalls if stall > late_s) / seconds if is_known else None
     return {

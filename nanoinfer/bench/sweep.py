@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import Any, Final, Literal
 
-from nanoinfer.bench.run import Run
+from nanoinfer.bench.loadgen import Run
 from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.tables import slo_text
 from nanoinfer.errors import RequestError, check

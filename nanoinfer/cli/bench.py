@@ -45,7 +45,7 @@ def lens(
     """Score the same traces by the rules of other tools, side by side."""
     from nanoinfer.bench.lens import lens as look
     from nanoinfer.bench.lens import show_lens
-    from nanoinfer.bench.run import load_run
+    from nanoinfer.bench.loadgen import load_run
     from nanoinfer.measure.trace import load_traces
 
     table = look(load_run(file).measured() if file.is_dir() else list(load_traces(file)))

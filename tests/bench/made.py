@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanoinfer.bench.run import ClientHealth, Run
+from nanoinfer.bench.loadgen import Run
 from nanoinfer.measure.trace import Trace
 
 
@@ -21,7 +21,6 @@ def trace(at: float, chunks: Sequence[tuple[float, int]], *, sent: float | None 
 def run(traces: Sequence[Trace], start: float = 0.0, end: float = 10.0, **more: Any) -> Run:
     """A run of these traces over a window of ten seconds."""
     more.setdefault("settings", {"load": "by hand"})
-    more.setdefault("client", ClientHealth([], []))
     more.setdefault("provenance", {"machine": {"cpu": "a desk"}, "date": "2026-01-01"})
     return Run(traces=list(traces), start=start, end=end, **more)
 

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from nanoinfer.bench.loadgen import Run
 from nanoinfer.bench.report import headline, run_page, sweep_page
-from nanoinfer.bench.run import Run
 from nanoinfer.bench.summary import summarise
 from nanoinfer.bench.sweep import Sweep, sweep
 from nanoinfer.bench.tables import verdict

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from nanoinfer.bench.loadgen import load_run
 from nanoinfer.bench.report import run_page, sweep_page
-from nanoinfer.bench.run import load_run
 from nanoinfer.bench.summary import summarise
 from nanoinfer.cli import app as cli
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nanoinfer.bench import tables
-from nanoinfer.bench.run import ClientHealth
 from nanoinfer.bench.summary import ErrorBudget, summarise, wilson
 from nanoinfer.errors import NanoinferError
 from nanoinfer.measure import metrics
@@ -228,7 +227,7 @@ def test_late_requests_are_beyond_the_budget() -> None:
 
 def test_a_loop_that_slept_is_beyond_the_budget() -> None:
     def slept(*stalls: float) -> Any:
-        return summarise(run([trace(0.0, [(0.1, 1)])], client=ClientHealth([0.0], [0.001] * 1000 + list(stalls))))
+        return summarise(run([trace(0.0, [(0.1, 1)])], loop_stalls_s=[0.001] * 1000 + list(stalls)))
 
     assert slept()["beyond_budget"] == []  # a second in all, but never late
     assert slept(0.09)["client"]["loop_stalls"]["late_share"] == about(0.009)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.bench import tables
-from nanoinfer.bench.run import Run
+from nanoinfer.bench.loadgen import Run
 from nanoinfer.bench.sweep import Sweep, parse_levels, sweep
 from nanoinfer.errors import RequestError
 from tests.bench.made import run, trace

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer.bench import command, sweep
-from nanoinfer.bench.run import load_run
+from nanoinfer.bench.loadgen import load_run
 from nanoinfer.bench.summary import ErrorBudget, summarise
 from nanoinfer.cli.app import app
 from nanoinfer.measure.clock import now
@@ -403,7 +403,7 @@ def test_a_model_in_this_process() -> None:
 
 
 def test_lens_reads_a_file_or_a_folder(tmp_path: Path) -> None:
-    from nanoinfer.bench.run import save_run
+    from nanoinfer.bench.loadgen import save_run
 
     save_run(golden(), tmp_path)
     whole = json.loads(run("lens", str(tmp_path / "traces.jsonl"), "--json").stdout)
