@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from benchmarks.store import options, store
-from nanoinfer.bench.overhead import measure_floor
+from nanoinfer.bench.mock import measure_floor
 from nanoinfer.measure.environment import provenance
 
 LOADS: dict[str, dict[str, Any]] = {

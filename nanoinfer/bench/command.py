@@ -6,7 +6,8 @@ import asyncio
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
@@ -61,7 +62,8 @@ async def _measure(plan: LoadPlan, engine: ContinuousEngine | None) -> dict[str,
 
     async def level(value: float) -> Run:
         index = plan.levels.index(value)
-        run = await _load(plan, index, target, None if engine is None else engine.config.vocab_size, floor)
+        run = await _load(plan, index, target, None if engine is None else engine.config.vocab_size)
+        run.settings |= plan.settings(index) | ({} if floor is None else {"floor": floor})
         runs.append(run)
         if config.out is not None:  # before anything is made of it
             save_run(run, config.out / f"level-{value:g}" if config.sweep else config.out)
@@ -83,21 +85,17 @@ async def _measure(plan: LoadPlan, engine: ContinuousEngine | None) -> dict[str,
     return record
 
 
-async def _load(
-    plan: LoadPlan, index: int, target: Target, vocab_size: int | None, floor: dict[str, Any] | None
-) -> Run:
+async def _load(plan: LoadPlan, index: int, target: Target, vocab_size: int | None) -> Run:
     """Send one level's load."""
     config, level = plan.config, plan.levels[index]
     warm, items = plan.work(index, vocab_size)
-    settings = plan.settings(index) | ({} if floor is None else {"floor": floor})
     total = len(items) if isinstance(items, list) else plan.most
-    with Progress(format_level(plan.kind, level), None if total is None else total + len(warm)) as progress:
+    with progress(format_level(plan.kind, level), None if total is None else total + len(warm)) as on_done:
         common: dict[str, Any] = {
             "warmup": warm,
             "seconds": config.seconds,
             "timeout_s": config.timeout,
-            "on_done": progress,
-            "settings": settings,
+            "on_done": on_done,
         }
         if isinstance(items, list):
             return await open_loop(target, items, **common)
@@ -107,7 +105,7 @@ async def _load(
 
 async def _floor(plan: LoadPlan) -> dict[str, Any]:
     """What this client adds at the highest level, against a mock of known timing."""
-    from nanoinfer.bench.overhead import measure_floor
+    from nanoinfer.bench.mock import measure_floor
 
     most = plan.most_level
     floor = await (measure_floor(streams=int(most)) if plan.kind == "users" else measure_floor(rate=most))
@@ -150,69 +148,60 @@ def load_engine(config: BenchConfig) -> ContinuousEngine:
     return engine
 
 
-class Progress:
-    """Counts and running percentiles of a run, on standard error (``with Progress(...) as progress:``).
+@contextmanager
+def progress(
+    title: str, total: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = now
+) -> Iterator[Callable[[Trace], None]]:
+    """Print counts and running percentiles of a run of ``total`` requests, on standard error.
 
-    It is called with each trace as it ends, in the event loop that also reads the chunks. So drawing is kept short (a
-    line, twice a second at most, over the last thousand requests) and is not moved to a thread, which would take the
-    interpreter at a moment of its own choice. What it costs shows among the loop's stalls.
-
-    ``total`` requests will come, where that is known. A ``stream`` that is no terminal gets whole lines, and fewer.
+    What it gives is called with each trace as it ends, in the event loop that also reads the chunks. So drawing is kept
+    short (a line, twice a second at most, over the last thousand requests) and is not moved to a thread, which would
+    take the interpreter at a moment of its own choice. What it costs shows among the loop's stalls. A ``stream`` that
+    is no terminal gets whole lines, and fewer.
     """
+    stream = stream or sys.stderr
+    live = None
+    if stream.isatty():
+        console = Console(file=stream)
+        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+    begun = drawn = clock()
+    ended, tokens = Counter[str](), 0
+    last: dict[str, deque[float]] = {name: deque(maxlen=LAST) for name in SHOWN}
 
-    def __init__(
-        self, title: str, total: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = now
-    ) -> None:
-        self.title, self.total = title, total
-        self._stream = stream or sys.stderr
-        self._live = None
-        if self._stream.isatty():
-            console = Console(file=self._stream)
-            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
-        self._clock, self._begun = clock, clock()
-        self._drawn = self._begun
-        self._ended: Counter[str] = Counter()
-        self._tokens = 0
-        self._last: dict[str, deque[float]] = {name: deque(maxlen=LAST) for name in SHOWN}
+    def line() -> str:
+        done, seconds = sum(ended.values()), clock() - begun
+        counted = f"{done:,}" if total is None else f"{done:,} of {total:,}"
+        rate = f", {tokens / seconds:,.0f} tok/s" if seconds > 0 else ""
+        failed = ", ".join(f"{n} {status}" for status, n in ended.items() if status != "ok")
+        percentiles = [f"{name.upper()} {_percentiles(values)}" for name, values in last.items()]
+        return " | ".join([f"{title}: {counted} ended{rate}", *([failed] if failed else []), *percentiles])
 
-    def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live:
-            self._live.stop()
-        if self._ended:
-            print(self.line(), file=self._stream, flush=True)
-
-    def __call__(self, trace: Trace) -> None:
-        """Count a request that has ended, and draw if it is time."""
-        self._ended[trace.status] += 1
-        self._tokens += metrics.output_tokens(trace)
+    def note(trace: Trace) -> None:
+        nonlocal drawn, tokens
+        ended[trace.status] += 1
+        tokens += metrics.output_tokens(trace)
         if trace.status == "ok":
-            for name, values in self._last.items():
+            for name, values in last.items():
                 if (value := metrics.metric_named(name)(trace)) is not None:
                     values.append(value)
-        if (time := self._clock()) - self._drawn >= (0.5 if self._live else 5.0):
-            self._drawn = time
-            if self._live:
-                self._live.update(Text(self.line(), overflow="ellipsis", no_wrap=True), refresh=True)
+        if (time := clock()) - drawn >= (0.5 if live else 5.0):
+            drawn = time
+            if live:
+                live.update(Text(line(), overflow="ellipsis", no_wrap=True), refresh=True)
             else:
-                print(self.line(), file=self._stream, flush=True)
+                print(line(), file=stream, flush=True)
 
-    def line(self) -> str:
-        """The figures so far."""
-        done, seconds = sum(self._ended.values()), self._clock() - self._begun
-        counted = f"{done:,}" if self.total is None else f"{done:,} of {self.total:,}"
-        rate = f", {self._tokens / seconds:,.0f} tok/s" if seconds > 0 else ""
-        failed = ", ".join(f"{n} {status}" for status, n in self._ended.items() if status != "ok")
-        percentiles = [f"{name.upper()} {self._percentiles(name)}" for name in SHOWN]
-        return " | ".join([f"{self.title}: {counted} ended{rate}", *([failed] if failed else []), *percentiles])
+    try:
+        with live or nullcontext():
+            yield note
+    finally:
+        if ended:
+            print(line(), file=stream, flush=True)
 
-    def _percentiles(self, name: str) -> str:
-        values = sorted(self._last[name])
-        if not values:
-            return "not measured yet"
-        shown = [q for q in (50.0, 90.0, 99.0) if q == 50 or len(values) >= least_n(q)]
-        return " ".join([*(f"p{q:g} {ms(percentile(values, q))}" for q in shown), "ms"])
+
+def _percentiles(values: Iterable[float]) -> str:
+    """The median and the tails that so few values can show, in milliseconds."""
+    if not (ordered := sorted(values)):
+        return "not measured yet"
+    shown = [q for q in (50.0, 90.0, 99.0) if q == 50 or len(ordered) >= least_n(q)]
+    return " ".join([*(f"p{q:g} {ms(percentile(ordered, q))}" for q in shown), "ms"])

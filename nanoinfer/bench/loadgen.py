@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from nanoinfer.errors import NanoinferError, RequestError, check
@@ -34,7 +33,6 @@ AFTER_FAILURE_S: Final = 1.0
 #: Seconds between two looks at how late the event loop is.
 TICK_S: Final = 0.01
 TRACES, RUN = "traces.jsonl", "run.json"
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass
@@ -201,7 +199,6 @@ async def open_loop(
     seconds: float | None = None,
     timeout_s: float = 600.0,
     on_done: Callable[[Trace], None] | None = None,
-    settings: Mapping[str, Any] = _NONE,
 ) -> Run:
     """Send each item at its time, whatever has become of those before: none is skipped or put off.
 
@@ -216,7 +213,6 @@ async def open_loop(
             that requests over window is the rate; where all are due at once, until the last has ended.
         timeout_s: after which a request is given up.
         on_done: called with each trace when it has ended.
-        settings: kept in the run, with those of the loop and the target.
 
     Raises:
         RequestError: before anything is sent, for times before 0 or after the window, or a warm-up prompt that
@@ -234,9 +230,9 @@ async def open_loop(
     async def drive(group: asyncio.TaskGroup) -> None:
         tasks = []
         for item in warm:
-            await sleep_until(due := session.zero + item.at)
+            await sleep_until(due := session.run.zero + item.at)
             tasks.append(group.create_task(session.send(item, due)))
-        opened = session.zero + _span(warm)
+        opened = session.run.zero + _span(warm)
         if tasks and not _span(warm):
             await asyncio.wait(tasks)
             opened = now()
@@ -245,9 +241,8 @@ async def open_loop(
             await sleep_until(due := opened + item.at)
             group.create_task(session.send(item, due))
 
-    await session.run(drive)
-    load = {"loop": "open", "requests": len(items), "seconds": seconds}
-    return session.result(seconds or _span(ordered), load, settings)
+    await session.send_all(drive)
+    return session.ended(seconds or _span(ordered), {"loop": "open", "requests": len(items), "seconds": seconds})
 
 
 async def closed_loop(
@@ -261,7 +256,6 @@ async def closed_loop(
     warmup: Sequence[WorkItem] = (),
     timeout_s: float = 600.0,
     on_done: Callable[[Trace], None] | None = None,
-    settings: Mapping[str, Any] = _NONE,
 ) -> Run:
     """Let some users each send an item, wait for its end, think, and send the next; the run as of :func:`open_loop`.
 
@@ -291,7 +285,7 @@ async def closed_loop(
 
     async def user() -> None:
         nonlocal taken, ran_out
-        due = session.zero
+        due = session.run.zero
         while True:
             if first:
                 item = first.popleft()
@@ -309,13 +303,13 @@ async def closed_loop(
             await sleep_until(due)
             trace = await session.send(item, due)
             pause = think_s if trace.status == "ok" else max(think_s, AFTER_FAILURE_S)
-            due = session.zero + (trace.t_end or 0.0) + pause
+            due = session.run.zero + (trace.t_end or 0.0) + pause
 
     async def drive(group: asyncio.TaskGroup) -> None:
         for _ in range(users):
             group.create_task(user())
 
-    await session.run(drive)
+    await session.send_all(drive)
     load = {
         "loop": "closed",
         "users": users,
@@ -324,14 +318,11 @@ async def closed_loop(
         "seconds": seconds,
         "ran_out": ran_out,  # of items, before the time was up
     }
-    return session.result(None if ran_out else seconds, load, settings)
+    return session.ended(None if ran_out else seconds, load)
 
 
 class LoadSession:
-    """Requests under way, each sent as a task of its own and timed, and the records of those that have ended.
-
-    ``zero`` is the run's start on the clock, ``opened`` that of the measured window once it has come.
-    """
+    """Requests under way, each sent as a task of its own and timed, and the run that they make."""
 
     def __init__(
         self,
@@ -346,14 +337,11 @@ class LoadSession:
             check("seconds", seconds, above=0)
         self.target, self.timeout_s, self.on_done = target, timeout_s, on_done
         self.length = math.inf if seconds is None else seconds
-        self.n_warmup, self._warm_prompts = len(warmup), {_prompt_key(item) for item in warmup}
-        self.traces: list[Trace] = []
-        self.stalls: list[float] = []
-        self.is_interrupted = False
-        self.provenance = provenance()  # takes a while: not with a server waiting, nor after Ctrl-C
-        self.zero = now()
-        self.opened: float | None = None
-        self.ended_at = 0.0  # seconds after zero
+        self.n_warmup, self._warm_prompts = len(warmup), set(map(_prompt_key, warmup))
+        # The provenance takes a while: not with a server waiting, nor after Ctrl-C.
+        self.run = Run([], 0.0, 0.0, {}, provenance=provenance())
+        self.opened: float | None = None  # when the window did, on the clock
+        self.ended_at = 0.0  # in seconds from the run's start
 
     def refuse_warm(self, item: WorkItem) -> None:
         """Raise :class:`RequestError` for a prompt that the warm-up has too."""
@@ -363,29 +351,29 @@ class LoadSession:
                 "warm up with other prompts (another stream or seed)"
             )
 
-    async def run(self, drive: Callable[[asyncio.TaskGroup], Awaitable[None]]) -> None:
+    async def send_all(self, drive: Callable[[asyncio.TaskGroup], Awaitable[None]]) -> None:
         """Drive until all has been sent and has ended, or Ctrl-C ends it."""
         gc.freeze()  # existing objects need not be scanned while requests wait
-        self.zero = now()
+        self.run.zero = now()
         ticker = asyncio.create_task(self._tick())
         try:
             async with asyncio.TaskGroup() as group:
                 await drive(group)
         except asyncio.CancelledError:
-            self.is_interrupted = True
+            self.run.interrupted = True
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()  # it is dealt with
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            self.ended_at = now() - self.zero
+            self.ended_at = now() - self.run.zero
             ticker.cancel()
             gc.unfreeze()
 
     async def send(self, item: WorkItem, due: float) -> Trace:
-        """Send one request that is due at ``due`` on the clock; its record, in seconds from ``zero``."""
+        """Send one request that is due at ``due`` on the clock; its record, in seconds from the run's start."""
         trace = Trace(due, due)
-        self.traces.append(trace)
+        self.run.traces.append(trace)
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self.target.send(item, trace)
@@ -393,7 +381,10 @@ class LoadSession:
             if trace.status == "cancelled":  # and not ended a moment before
                 trace.status, trace.error = "timeout", "timeout"
         finally:
-            self._count_from_zero(trace)
+            for name in ("t_scheduled", "t_sent", "t_start", "t_end"):
+                if (t := getattr(trace, name)) is not None:
+                    setattr(trace, name, t - self.run.zero)
+            trace.chunks = [(t - self.run.zero, n) for t, n in trace.chunks]
             if self.on_done is not None:
                 self.on_done(trace)
         return trace
@@ -402,41 +393,26 @@ class LoadSession:
         while True:
             due = now() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.stalls.append(max(0.0, now() - due))
+            self.run.loop_stalls_s.append(max(0.0, now() - due))
 
-    def _count_from_zero(self, trace: Trace) -> None:
-        for name in ("t_scheduled", "t_sent", "t_start", "t_end"):
-            if (t := getattr(trace, name)) is not None:
-                setattr(trace, name, t - self.zero)
-        trace.chunks = [(t - self.zero, n) for t, n in trace.chunks]
-
-    def result(self, length: float | None, load: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
+    def ended(self, length: float | None, load: Mapping[str, Any]) -> Run:
         """The run, its window so many seconds long, or until the last request has ended. Ctrl-C closes it, too."""
-        start = self.ended_at if self.opened is None else self.opened - self.zero
-        if length:
-            end = start + length
-        else:
-            last = max((t.t_end or 0.0 for t in self.traces if t.t_scheduled >= start), default=self.ended_at)
-            end = math.nextafter(last, math.inf)  # a window is open at its end: the last request is inside
-        if self.is_interrupted:
-            end = max(start, min(end, self.ended_at))
-        return Run(
-            traces=sorted(self.traces, key=lambda trace: trace.t_scheduled),
-            start=start,
-            end=end,
-            settings={
-                **load,
-                "warmup": self.n_warmup,
-                "timeout_s": self.timeout_s,
-                "target": {"name": self.target.name, **self.target.settings},
-                "error_messages": dict(self.target.messages),
-                **settings,
-            },
-            loop_stalls_s=self.stalls,
-            interrupted=self.is_interrupted,
-            provenance=self.provenance,
-            zero=self.zero,
-        )
+        run = self.run
+        run.traces.sort(key=lambda trace: trace.t_scheduled)
+        run.start = self.ended_at if self.opened is None else self.opened - run.zero
+        last = max((t.t_end or 0.0 for t in run.traces if t.t_scheduled >= run.start), default=self.ended_at)
+        # A window is open at its end: the last request is inside.
+        run.end = run.start + length if length else math.nextafter(last, math.inf)
+        if run.interrupted:
+            run.end = max(run.start, min(run.end, self.ended_at))
+        run.settings = {
+            **load,
+            "warmup": self.n_warmup,
+            "timeout_s": self.timeout_s,
+            "target": {"name": self.target.name, **self.target.settings},
+            "error_messages": dict(self.target.messages),
+        }
+        return run
 
 
 async def sleep_until(due: float) -> None:

@@ -13,6 +13,7 @@ Levels are rates (open loop) or users (closed loop); each is one run. Three resu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -34,36 +35,18 @@ def format_level(kind: Kind, level: float) -> str:
     return f"{level:g} {'user' if kind == 'users' and level == 1 else UNIT[kind]}"
 
 
-@dataclass(frozen=True)
 class SweepPoint:
     """One level and the summary of its run (:func:`nanoinfer.bench.summary.summarise`)."""
 
-    level: float
-    summary: Mapping[str, Any]
-
-    @property
-    def tok_s(self) -> float | None:
-        """Output tokens per second in the window."""
-        value: float | None = self.summary["rates"]["output_tok_s"]["value"]
-        return value
-
-    @property
-    def latency_s(self) -> float | None:
-        """Mean end-to-end latency of the requests that ended well."""
-        value: float | None = self.summary["latency"]["e2e"]["mean"]
-        return value
-
-    @property
-    def power(self) -> float | None:
-        """Requests that ended well per second, over their mean latency."""
-        rate = self.summary["rates"]["requests_s"]["value"]
-        return None if rate is None or not self.latency_s else rate / self.latency_s
-
-    @property
-    def share(self) -> float | None:
-        """Share of good requests; ``None`` without an SLO or a request to judge."""
-        goodput = self.summary["goodput"]
-        return None if goodput is None else goodput["share"]
+    def __init__(self, level: float, summary: Mapping[str, Any]) -> None:
+        self.level, self.summary = level, summary
+        rates, goodput = summary["rates"], summary["goodput"]
+        requests_s: float | None = rates["requests_s"]["value"]
+        self.tok_s: float | None = rates["output_tok_s"]["value"]
+        self.latency_s: float | None = summary["latency"]["e2e"]["mean"]  # of the requests that ended well
+        self.power = None if requests_s is None or not self.latency_s else requests_s / self.latency_s
+        #: Of good requests; None without an SLO or a request to judge.
+        self.share: float | None = None if goodput is None else goodput["share"]
 
 
 @dataclass
@@ -183,16 +166,15 @@ def parse_levels(text: str) -> list[float]:
     """``"1,2,5"``, or ``"1..16"`` for doublings with the end among them: 1, 2, 4, 8, 16."""
     first, dots, last = text.partition("..")
     try:
-        if not dots:
-            levels = [float(part) for part in text.split(",")]
-        else:
+        if dots:
             levels, end = [float(first)], float(last)
             while 0 < levels[-1] < end and len(levels) < MOST_LEVELS:
                 levels.append(min(2 * levels[-1], end))
-            if levels[-1] != end:
-                raise ValueError
+        else:
+            levels = [float(part) for part in text.split(",")]
+            end = levels[-1]
+        if levels[-1] != end or not all(0 < level < math.inf for level in levels) or levels != sorted(set(levels)):
+            raise ValueError
     except ValueError:
-        raise RequestError(f"--sweep '{text}': write levels as 1,2,4 or 1..16") from None
-    if not all(0 < level < float("inf") for level in levels) or levels != sorted(set(levels)):
-        raise RequestError(f"--sweep '{text}': levels must be positive and rise")
+        raise RequestError(f"--sweep '{text}': write positive levels that rise, as 1,2,4 or 1..16") from None
     return levels

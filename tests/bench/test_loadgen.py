@@ -368,7 +368,8 @@ def test_all_times_count_from_the_start_of_the_run(clock: Clock) -> None:
 
 
 def test_a_run_is_stored_and_read_again(clock: Clock, tmp_path: Path) -> None:
-    run = clock.run(open_loop(taking(1.0), evenly(2, 4), warmup=[WorkItem("w", 1)], settings={"seed": 7}))
+    run = clock.run(open_loop(taking(1.0), evenly(2, 4), warmup=[WorkItem("w", 1)]))
+    run.settings["seed"] = 7
     save_run(run, tmp_path / "new")
     assert load_run(tmp_path / "new") == run
     kept = json.loads((tmp_path / "new" / "run.json").read_text())["client"]
@@ -378,7 +379,8 @@ def test_a_run_is_stored_and_read_again(clock: Clock, tmp_path: Path) -> None:
 
 
 def test_settings_of_earlier_runs_are_flattened(clock: Clock, tmp_path: Path) -> None:
-    run = clock.run(closed_loop(taking(1.0), evenly(2, 4), users=2, settings={"users": 2.0, "seed": 7}))
+    run = clock.run(closed_loop(taking(1.0), evenly(2, 4), users=2))
+    run.settings |= {"users": 2.0, "seed": 7}
     save_run(run, tmp_path)
     path, load = tmp_path / "run.json", {"users": 2.0, "seed": 7}
     record = json.loads(path.read_text())

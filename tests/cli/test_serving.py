@@ -224,7 +224,7 @@ def test_exit_code_1_beyond_the_error_budget(fake: Fake, monkeypatch: pytest.Mon
 
 
 def test_the_floor_is_measured_first_and_kept(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.bench import overhead as floor
+    from nanoinfer.bench import mock as floor
 
     asked: list[dict[str, Any]] = []
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.bench import overhead as floor
-from nanoinfer.bench.overhead import Floor, measure_floor
+from nanoinfer.bench import mock as floor
+from nanoinfer.bench.mock import Floor, measure_floor
 from nanoinfer.errors import NanoinferError, RequestError
 
 GOOD = Floor(
