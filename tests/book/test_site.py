@@ -103,7 +103,7 @@ def test_the_keyboard_reaches_the_text_and_the_next_page(site: Path, browser: Br
     assert "#main-content" in page.url
     page.locator("a.right-next").focus()
     page.keyboard.press("Enter")
-    page.wait_for_url("**/notebooks/*.html")
+    page.wait_for_url("**/book/notation.html")
     page.close()
 
 
